@@ -74,8 +74,8 @@ def test_a_name_decides_over_the_environment(two_gpus, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("cuda", "'cuda' is not there; .*'cpu'"),
-        ("cuda:1", "'cuda:1' is not there"),
+        ("cuda", "'cuda' is not available; .*'cpu'"),
+        ("cuda:1", "'cuda:1' is not available"),
         ("banana", "'banana' is not a device; .*'cpu'"),
         ("", "'' is not a device"),
         ("cuda:-1", "'cuda:-1' is not a device"),
@@ -83,7 +83,7 @@ def test_a_name_decides_over_the_environment(two_gpus, monkeypatch):
         ("meta", "'meta' stores no values"),
         ("gpu", "'gpu': .*'cuda'; use"),
         ("rocm", "'rocm': .*'cuda'; use"),
-        ("cpu:1", "'cpu:1': .*no such number"),
+        ("cpu:1", "'cpu:1' does not exist: .*highest"),
     ],
 )
 def test_what_cannot_be_had_is_refused_by_name(no_gpu, monkeypatch, name, said):
@@ -96,7 +96,7 @@ def test_what_cannot_be_had_is_refused_by_name(no_gpu, monkeypatch, name, said):
 
 
 def test_a_gpu_beyond_the_last_is_refused(two_gpus):
-    with pytest.raises(DeviceError, match=r"'cuda:2': .*no such number, .* 1$"):
+    with pytest.raises(DeviceError, match=r"'cuda:2' does not exist: .* 1$"):
         pick_device("cuda:2")
 
 
@@ -325,7 +325,7 @@ def test_a_device_that_torch_cannot_use_is_said(monkeypatch):
         raise RuntimeError("no kernel image is available\nfor this device")
 
     monkeypatch.setattr(torch, "ones", fail)
-    with pytest.raises(DeviceError, match=r"cannot use it: .*image is available$"):
+    with pytest.raises(DeviceError, match=r"cannot use 'cpu'.*image is available$"):
         device_module._describe.__wrapped__(CPU, "CPU")
 
 

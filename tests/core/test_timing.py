@@ -193,7 +193,7 @@ def test_it_is_said_if_the_cores_lay_apart_all_the_time(monkeypatch):
     found = apart.comparison(["one"])
     assert found.apart
     assert found.to_json()["apart"]
-    assert str(found).endswith("some ratios depend on it")
+    assert str(found).endswith("some ratios may be off")
     near.still = 11 * near.all[:1]  # too few: those with the cores elsewhere count as well
     near.quiet = near.all = 4 * near.still
     assert near.comparison(["one"]).rounds == 44
@@ -227,7 +227,7 @@ def test_a_busy_machine_is_told_and_shows_its_spread(monkeypatch):
 def test_too_little_time_for_twelve_rounds_is_told(monkeypatch):
     Simulation(monkeypatch, lambda work, now: work * 1.0)
     compared = compare(TWO, device="cpu", budget_s=7)
-    assert compared.reason.startswith("only 3 undisturbed rounds")
+    assert compared.reason.startswith("only 3 rounds were undisturbed")
 
 
 def test_the_environment_limits_the_budget(monkeypatch):

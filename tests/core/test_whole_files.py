@@ -81,7 +81,7 @@ def test_what_is_no_regular_file_is_refused(tmp_path, kind):
     path, target = tmp_path / "x", tmp_path / "target"
     target.write_text("mine")
     path.symlink_to(target) if kind == "link" else os.mkfifo(path)
-    with pytest.raises(OSError, match="no regular file"):
+    with pytest.raises(OSError, match="not a regular file"):
         atomic_write(path, [b"new"])
     assert target.read_text() == "mine"
     assert path.is_symlink() == (kind == "link")
@@ -123,7 +123,7 @@ def test_a_folder_that_may_be_written_and_not_read_is_no_error(tmp_path, monkeyp
 @pytest.mark.parametrize("read", [load_checkpoint, load_results, read_json])
 def test_from_a_pipe_nothing_is_awaited(tmp_path, read):
     os.mkfifo(tmp_path / "x")
-    with pytest.raises((AmpLabError, OSError), match="no regular file"):
+    with pytest.raises((AmpLabError, OSError), match="not a regular file"):
         read(tmp_path / "x")
 
 
@@ -147,7 +147,7 @@ def test_a_checkpoint_is_told_from_other_files(tmp_path):
 @pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e400"])
 def test_json_holds_numbers_of_64_bits(tmp_path, number):
     (tmp_path / "x.json").write_text(f'{{"a": [{number}]}}')
-    with pytest.raises(ValueError, match=f"^{number} is no number of 64 bits"):
+    with pytest.raises(ValueError, match=f"^{number} does not fit into 64 bits"):
         read_json(tmp_path / "x.json")
 
 

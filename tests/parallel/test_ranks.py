@@ -85,7 +85,7 @@ def settings_differ(ranks):
 
 def test_different_settings_are_told_with_both_values():
     ended = values_of(joined, 2, "ddp", settings_differ)
-    assert re.match("rank 1 .*batch size 9, rank 0 .* 8", ended[0])
+    assert re.match("rank 1 .*batch size 9, but rank 0 .* 8", ended[0])
 
 
 def say_numbers(ranks, numbers):

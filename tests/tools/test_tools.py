@@ -154,7 +154,7 @@ def test_a_free_port_is_no_problem():
     ("name", "value", "said"),
     [
         ("AMP_LAB_DEVICE", "banana", "is not a device"),
-        ("AMP_LAB_DEVICE", "xpu", "is not there"),
+        ("AMP_LAB_DEVICE", "xpu", "is not available"),
         ("AMP_LAB_SCALE", "huge", "is not a scale"),
     ],
 )

@@ -176,7 +176,7 @@ def locked() -> Any:
 
 REFUSED = {
     "cannot be copied": locked,
-    "does not show its tensors": Hidden,
+    "cannot be found": Hidden,
     "a mappingproxy cannot be copied": lambda: types.MappingProxyType(tensors()),
 }
 

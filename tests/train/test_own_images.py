@@ -40,8 +40,8 @@ def test_its_model_is_exported(images, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"dataset": "digits"}, "digits comes with a"),
-        ({"dataset": "stdlib", "model": "gpt-nano", "image_size": None}, "stdlib comes with a"),
+        ({"dataset": "digits"}, "digits is in a library"),
+        ({"dataset": "stdlib", "model": "gpt-nano", "image_size": None}, "stdlib is in a library"),
         ({"data": None}, "--dataset folder needs --data"),
         ({"data": "nowhere"}, "nowhere: no such folder"),
         ({"dataset": "text", "model": "gpt-nano", "data": None, "image_size": None},
@@ -60,4 +60,4 @@ def test_data_that_are_not_used_or_missing_are_told_in_a_line(
 def test_a_folder_that_is_no_data_set_is_refused_in_a_line(images, tmp_path, capsys):
     one_class = images / "001.generated-001"
     said = refused(capsys, arguments(tmp_path / "x", data=one_class, **SMALL))
-    assert f"{one_class}: contains no folders" in said
+    assert f"{one_class} contains no folders" in said

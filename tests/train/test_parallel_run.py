@@ -250,7 +250,7 @@ def test_the_same_torchrun_goes_on_without_being_told(finished, tmp_path):
         assert expected in ended[0].out
     same["TORCHELASTIC_RUN_ID"] = "b"
     said = refused(line(out, "ddp"), **same)
-    assert f"{out}: contains a run already; resume it with --resume" in said
+    assert f"{out} already contains a run; resume it with --resume" in said
 
 
 def fail_in_the_middle(*line: str) -> int:
@@ -303,7 +303,7 @@ def one_line(ended: list) -> str:
 @pytest.mark.parametrize(
     ("size", "changed", "said"),
     [
-        (2, {"batch_size": 7}, "batch size 7 .*shared by 2 processes"),
+        (2, {"batch_size": 7}, "batch size 7 .*divided among 2 processes"),
         (4, {"batch_size": 2}, "give a multiple of 4"),
         (2, {"limit": 4}, "batch size 8 .*larger .* 4 images"),
         (2, {"precision": "fp8"}, "unknown precision 'fp8'"),
@@ -321,19 +321,19 @@ def test_a_wrong_value_is_refused_in_a_line(tmp_path, size, changed, said):
 
 def test_a_folder_that_cannot_be_made_is_refused_in_a_line(tmp_path):
     (tmp_path / "file").touch()
-    assert f"{tmp_path / 'file' / 'x'}: " in refused(line(tmp_path / "file" / "x"))
+    assert f"{tmp_path / 'file' / 'x'} " in refused(line(tmp_path / "file" / "x"))
 
 
 def test_ranks_with_different_arguments_are_told(tmp_path):
     each = [line(tmp_path / "x"), line(tmp_path / "x", lr=0.1)]
     said = one_line(run_ranks(command_by_rank, 2, each=each))
-    assert re.search("rank 1 .*lr 0.1, rank 0 .*None", said)
+    assert re.search("rank 1 .*lr 0.1, but rank 0 .*None", said)
 
 
 def test_ranks_in_different_ways_are_told(tmp_path):
     each = [line(tmp_path / "x", "ddp"), line(tmp_path / "x", "fsdp")]
     said = one_line(run_ranks(command_by_rank, 2, each=each))
-    assert re.search("rank 1 .*parallel fsdp, rank 0 .*ddp", said)
+    assert re.search("rank 1 .*parallel fsdp, but rank 0 .*ddp", said)
 
 
 def test_without_torchrun_it_is_refused(tmp_path, capsys):
@@ -359,7 +359,7 @@ def test_a_port_that_is_taken_is_told(tmp_path):
     [
         (lambda folder: shutil.rmtree(folder), "missing"),
         (lambda folder: next(folder.glob("*.distcp")).unlink(), "missing"),
-        (lambda folder: (folder / ".metadata").write_bytes(b""), ".metadata: altered"),
+        (lambda folder: (folder / ".metadata").write_bytes(b""), ".metadata: changed"),
     ],
     ids=["folder", "file", "metadata"],
 )

@@ -204,7 +204,7 @@ def test_a_damaged_image_is_refused_or_left_out_as_asked(small_caltech, tmp_path
 
 
 def test_nothing_can_be_damaged_where_images_are_no_files(tmp_path, capsys):
-    assert "not for digits" in refused(capsys, arguments(tmp_path / "x", skip_damaged=True))
+    assert ", not for digits" in refused(capsys, arguments(tmp_path / "x", skip_damaged=True))
 
 
 def test_an_image_damaged_after_the_start_ends_the_run_in_a_line(small_caltech, tmp_path, capsys):
@@ -243,8 +243,8 @@ def test_a_run_cannot_go_on_as_another(copy, capsys, changed, said):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda state: state.update(config=[1]), "not of a run"),
-        (lambda state: state.pop("ranks"), "'ranks' is no list"),
+        (lambda state: state.update(config=[1]), "not from a run"),
+        (lambda state: state.pop("ranks"), "'ranks' must be of type list"),
         (lambda state: state.update(scheduler=3), "does not fit this run"),
         (lambda state: state["ranks"][0]["progress"].update(batch="3"), "'batch' is '3'"),
         (lambda state: state["ranks"][0]["progress"].update(epochs=[{"epoch": 1}]), "missing"),
@@ -261,12 +261,12 @@ def test_a_whole_checkpoint_of_other_values_is_told_in_a_line(copy, capsys, chan
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"epochs": "3"}, "'epochs' is '3', where int belongs"),
+        ({"epochs": "3"}, "'epochs' is '3', but must be of type int"),
         ({"epochs": True}, "'epochs' is True"),
         ({"lr": None}, "'lr' is None"),
         ({"limit": []}, "'limit' is []"),
         ({"batch_size": 10**30}, "'batch_size' is 1e+30"),
-        ({"lr": float("nan")}, "NaN is no number"),
+        ({"lr": float("nan")}, "NaN does not fit"),
     ],
 )  # fmt: skip
 def test_settings_of_other_kinds_are_told_in_a_line(copy, capsys, changed, said):
@@ -302,7 +302,7 @@ def test_a_worker_that_is_killed_ends_the_run_in_a_line(
 
 def test_a_folder_with_a_run_in_it_is_refused_without_resume(finished, capsys):
     before = {path: path.read_bytes() for path in finished.iterdir()}
-    assert "contains a run already; resume it with --resume" in refused(capsys, arguments(finished))
+    assert "already contains a run; resume it with --resume" in refused(capsys, arguments(finished))
     assert {path: path.read_bytes() for path in finished.iterdir()} == before
 
 
@@ -311,7 +311,7 @@ def test_other_images_are_noticed(copy, capsys):
     config["images"] = "0" * 16
     (copy / "config.json").write_text(json.dumps(config))
     said = refused(capsys, ["train", "--out", str(copy), "--resume"])
-    assert "not the images" in said
+    assert "the images differ from" in said
 
 
 def test_another_torch_or_number_of_threads_is_told(copy, capsys):
@@ -319,7 +319,7 @@ def test_another_torch_or_number_of_threads_is_told(copy, capsys):
     config["environment"] = "torch 1.0 and 99 threads"
     (copy / "config.json").write_text(json.dumps(config))
     assert main(["train", "--out", str(copy), "--resume"]) == 0
-    assert "Started with torch 1.0 and 99 threads" in capsys.readouterr().out
+    assert "was started with torch 1.0 and 99 threads" in capsys.readouterr().out
 
 
 # Stopped, killed and resumed
@@ -469,7 +469,7 @@ def test_resume_with_nothing_there_starts_from_the_beginning(tmp_path, finished,
 def test_resume_of_a_folder_that_is_not_there_starts_no_other_run(tmp_path, capsys):
     """A name with a typing error would train the default for hours, in a new folder."""
     said = refused(capsys, ["train", "--out", str(tmp_path / "typo"), "--resume"])
-    assert "typo: no run to resume" in said
+    assert "typo: there is no run to resume" in said
     assert not (tmp_path / "typo").exists()
 
 
@@ -478,7 +478,7 @@ def test_export_replaces_no_file_that_is_not_a_checkpoint(copy, capsys, name):
     (copy / "thesis.tex").write_text("mine")
     before = (copy / name).read_bytes()
     said = refused(capsys, ["export", str(copy), str(copy / name)])
-    assert re.search(f"{copy / name}: .*no checkpoint; --force", said)
+    assert re.search(f"{copy / name}: .*not a checkpoint; --force", said)
     assert (copy / name).read_bytes() == before
     for _ in range(2):  # what it has written itself it replaces
         assert main(["export", str(copy), str(copy / "new.pt")]) == 0

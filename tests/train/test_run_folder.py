@@ -12,7 +12,7 @@ from amp_lab.train import run_folder
 
 def test_a_folder_that_is_a_file_is_refused(tmp_path, capsys):
     (tmp_path / "x").write_text("")
-    assert "x: cannot be written to" in refused(capsys, arguments(tmp_path / "x"))
+    assert "x cannot be written to" in refused(capsys, arguments(tmp_path / "x"))
     assert "cannot be written to" in refused(capsys, arguments(tmp_path / "x" / "y"))
 
 

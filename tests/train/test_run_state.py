@@ -39,13 +39,13 @@ def damage_by(action):
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        (damage_by(lambda c: c[: len(c) // 2]), "truncated: its end is missing"),
-        (damage_by(lambda c: c[:999] + b"XYZ" + c[1002:]), "altered since it was saved"),
+        (damage_by(lambda c: c[: len(c) // 2]), "truncated: the end of the file is missing"),
+        (damage_by(lambda c: c[:999] + b"XYZ" + c[1002:]), "changed after it was saved"),
         (damage_by(lambda c: b""), "empty"),
         (damage_by(lambda c: b"hello"), "not a checkpoint"),
         (damage_by(lambda c: c.replace(b"checkpoint 1", b"checkpoint 0")), "an older amp_lab"),
         (lambda path: torch.save({"model": {}}, path), "not a checkpoint of amp_lab"),
-        (lambda path: save_checkpoint(path, model={}), "not of a run"),
+        (lambda path: save_checkpoint(path, model={}), "not from a run"),
     ],
     ids=["truncated", "altered", "empty", "text", "older", "foreign", "no run"],
 )
@@ -70,7 +70,7 @@ def test_a_setting_that_was_added_since_has_its_default(copy):
     del state["config"]["seed"]
     save_checkpoint(copy / "checkpoint.pt", **state)
     assert load_run(copy, replace(config, epochs=9))["config"] == state["config"]
-    with pytest.raises(CheckpointError, match="from another run than"):
+    with pytest.raises(CheckpointError, match="are from different runs"):
         load_run(copy, replace(config, seed=1))
 
 
@@ -79,7 +79,7 @@ def test_settings_that_no_run_has_are_named(copy):
     config = RunConfig(**state["config"])
     for wrong in ({"wings": 2}, {"epochs": 0}):
         save_checkpoint(copy / "checkpoint.pt", **state | {"config": state["config"] | wrong})
-        with pytest.raises(CheckpointError, match="not of a run"):
+        with pytest.raises(CheckpointError, match="not from a run"):
             load_run(copy, config)
 
 

@@ -164,10 +164,10 @@ def test_a_run_goes_on_with_the_tokens_it_began_with(text, tmp_path, capsys):
     assert main(given) == 0
     (content,) = BytePairs.of([TEXT], 290).saved.values()
     file.write_text(content)
-    assert "not the text" in refused(capsys, [*given, "--resume"])
+    assert "the text or the tokens differ" in refused(capsys, [*given, "--resume"])
     file.write_text(content[:100])
     said = refused(capsys, [*given, "--resume"])
-    assert f"{file}: no tokenizer.json (" in said
+    assert f"{file} is not a tokenizer.json (" in said
 
 
 def test_a_trained_model_has_learned_something(finished):
@@ -207,15 +207,15 @@ def test_an_exported_text_run_decides_as_its_source(finished, text, tmp_path, ca
     [
         ({"model": "resnet18"}, "text .*resnet18 cannot take: .*gpt-nano"),
         ({"dataset": "digits", "context": None}, "use a classifier of torchvision"),
-        ({"dataset": "digits", "model": "resnet18"}, "context .*not for digits"),
-        ({"image_size": 32}, "image size .*not for text"),
+        ({"dataset": "digits", "model": "resnet18"}, "context .*leave it out for digits"),
+        ({"image_size": 32}, "image size .*leave it out for text"),
         ({"channels_last": True}, "channels last is for images"),
-        ({"pretrained": True}, "no pretrained weights"),
+        ({"pretrained": True}, "leave out --pretrained"),
         ({"context": 4096}, "too few for passages of 4096"),
         ({"data": "nowhere.txt"}, "nowhere.txt: no such file"),
         ({"tokenizer": "none.json"}, "none.json: cannot be read"),
         ({"tokenizer": "."}, ": cannot be read"),
-        ({"vocabulary": 300}, "give --tokenizer bpe too"),
+        ({"vocabulary": 300}, "needs --tokenizer bpe"),
         ({"tokenizer": "bpe", "vocabulary": 256}, "from 257 .*, not 256"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else None,
@@ -230,7 +230,7 @@ def test_what_does_not_go_together_is_told_in_a_line(text, tmp_path, capsys, cha
         (["--tokens", "0"], "--tokens 0 must be"),
         (["--temperature", "-1"], "--temperature -1.0 must be"),
         (["--temperature", "nan"], "--temperature nan must be"),
-        (["--prompt", ""], "an empty text .*prompt"),
+        (["--prompt", ""], "value of prompt is empty"),
         (["--prompt", "ß"], "'ß' is not in"),
         (["--precision", "fp8"], "unknown precision 'fp8'"),
     ],

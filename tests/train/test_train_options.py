@@ -20,7 +20,7 @@ from amp_lab.train.train_options import RunConfig, RunOptions, setting
     ("changed", "said"),
     [
         ({"dataset": "mnist"}, "'mnist': .*digits, cifar10, caltech256"),
-        ({"dataset": ""}, "an empty text .*dataset"),
+        ({"dataset": ""}, "value of dataset is empty"),
         ({"model": "resnet51"}, "'resnet51'; similar names: resnet50"),
         ({"model": "fasterrcnn_resnet50_fpn"}, "has no classifier 'fasterrcnn"),
         ({"precision": "fp8"}, "'fp8': .*fp32, tf32, fp16, bf16"),

@@ -40,7 +40,7 @@ def check_limits() -> None:
     for name, values in LIMITS.items():
         value = os.environ.get(name, "")
         if value and value.lower() not in values:
-            raise DeviceError(f"{name}={value!r} limits nothing; give one of {', '.join(values)}")
+            raise DeviceError(f"{name}={value!r} has no effect; give one of {', '.join(values)}")
 
 
 def matrix_instructions() -> str:
@@ -150,7 +150,7 @@ def lstm_remarks() -> list[str]:
         if lstm_error(dtype, with_gradients=False) is not None:
             failing.append(name)
         elif lstm_error(dtype, with_gradients=True) is not None:
-            failing.append(f"{name} when it trains")
+            failing.append(f"{name} (only in training)")
     if not failing:
         return []
-    return [f"nn.LSTM under autocast raises on this CPU in {' and in '.join(failing)}"]
+    return [f"nn.LSTM under autocast fails on this CPU in {' and in '.join(failing)}"]

@@ -49,14 +49,16 @@ class DeviceReport:
     rates: dict[Precision, float | None]
     """Measured rate of a matmul in FLOP/s; None for a precision that the device does not have."""
     values: dict[Precision, MatmulNumerics | None]
-    """The accuracy of the same matmul in each precision; None as in `rates`."""
+    """The accuracy of the same matmul in each precision; None for a precision that the device does
+    not have."""
     fp32_bits_as_set: tuple[int, int]
     """Bits of significand that an fp32 input keeps in a matmul and in a convolution, with the modes
     that are set in this process: 24, or 11 if TF32 is allowed and available."""
     trusted: bool
     """Whether the machine was quiet enough to measure the rates. If not, measure again."""
     recommended: Precision
-    """The precision to use: by the rates or, if they are not `trusted`, by the device's type."""
+    """The precision to use. It depends on the rates or, if they are not `trusted`, on the device
+    type."""
     reason: str
     """The reason for `recommended`: a sentence with figures."""
 
@@ -128,14 +130,14 @@ def _checked_device(name: str, asked: str) -> torch.device:
     except RuntimeError:
         raise DeviceError(f"{asked} is not a device; {_devices_here()}") from None
     if device.type == "meta":
-        raise DeviceError(f"{asked} stores no values, so nothing can run there; {_devices_here()}")
+        raise DeviceError(f"{asked} stores no values, so no model can run on it; {_devices_here()}")
     try:
         require_backend(device.type)
     except DeviceError:
-        raise DeviceError(f"{asked} is not there; {_devices_here()}") from None
+        raise DeviceError(f"{asked} is not available; {_devices_here()}") from None
     count = _device_count(device.type)
     if device.index is not None and device.index >= count:
-        raise DeviceError(f"{asked}: there is no such number, the highest is {count - 1}")
+        raise DeviceError(f"{asked} does not exist: the highest number is {count - 1}")
     return device
 
 
@@ -166,7 +168,9 @@ def _describe(device: torch.device, backend_text: str) -> DeviceReport:
         torch.ones(2, device=device).sum().item()
     except RuntimeError as error:  # a GPU that this torch has no kernels for, or a broken driver
         reason = str(error).splitlines()[0]
-        raise DeviceError(f"{str(device)!r} is there, but torch cannot use it: {reason}") from error
+        raise DeviceError(
+            f"torch cannot use {str(device)!r}, which is in this machine: {reason}"
+        ) from error
     rates, trusted = matmul_rates(device)
     if trusted:
         recommended, reason = _recommend(rates)
@@ -206,11 +210,10 @@ def describe_device(device: torch.device | str) -> DeviceReport:
         DeviceError: If the device is not in this machine, or if torch cannot use it.
 
     Source:
-        `describe_device` times a square matmul in each precision. It recommends bf16 if bf16 is at
-        least 1.25 times as fast as fp32 and has at least 0.75 of the rate of fp16. Otherwise it
-        recommends fp16 or, after that, tf32, if that is at least 1.25 times as fast as fp32. If
-        none of them is fast enough, it recommends fp32. If the machine is too busy to measure, the
-        instructions of the CPU or the compute capability of the GPU decide.
+        `describe_device` times a square matmul in each precision. It recommends the first of these
+        precisions that is at least 1.25 times as fast as fp32: bf16 (only if bf16 has at least 0.75
+        of the rate of fp16), fp16, tf32. If none is, it recommends fp32. If the machine is too busy
+        to measure, the instructions of the CPU or the compute capability of the GPU decide.
 
     Example:
         report = describe_device("cpu")
@@ -265,10 +268,10 @@ def _recommend(rates: dict[Precision, float | None]) -> tuple[Precision, str]:
         )
     if tf32 >= ACCELERATED:
         return Precision.TF32, (
-            f"its matmul runs at {tf32:.2f}x the rate of fp32, and nothing else is faster"
+            f"its matmul runs at {tf32:.2f}x the rate of fp32, and no other precision is faster"
         )
     return Precision.FP32, (
-        f"nothing is measurably faster (bf16 {bf16:.2f}x, fp16 {fp16:.2f}x its rate)"
+        f"no other precision is measurably faster (bf16 {bf16:.2f}x, fp16 {fp16:.2f}x)"
     )
 
 
@@ -292,5 +295,5 @@ def _recommend_unmeasured(device: torch.device) -> tuple[Precision, str]:
     if Precision.BF16 in matmuls:
         return Precision.BF16, f"{gpu} has tensor cores for bf16"
     if Precision.FP16 in matmuls:
-        return Precision.FP16, f"{gpu} has tensor cores for fp16 alone; use a gradient scaler"
+        return Precision.FP16, f"{gpu} has tensor cores only for fp16; use a gradient scaler"
     return Precision.FP32, f"{gpu} has no tensor cores"

@@ -4,8 +4,8 @@
 class AmpLabError(Exception):
     """Base class of the errors that you can fix. The message says what is wrong and what to do.
 
-    The command line prints only the message, in one line, and exits with code 2. IPython shows only
-    this line too, because the stack would only show where this package checked the value.
+    The command line prints only the message, in one line, and exits with code 2. IPython also shows
+    only this line, because the traceback would point into this package and not to your mistake.
     """
 
     is_of_one_rank = False
@@ -16,7 +16,7 @@ class AmpLabError(Exception):
 
 
 class AmpLabWarning(UserWarning):
-    """Base class of the warnings of this package. Each is printed in one line."""
+    """Base class of the warnings of this package. Each warning is printed in one line."""
 
 
 class OptionError(AmpLabError, ValueError):

@@ -35,7 +35,7 @@ def open_regular(path: Path) -> Iterator[io.BufferedReader]:
     """
     with open(path, "rb", opener=_open_without_waiting) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise OSError(errno.EINVAL, "no regular file", str(path))
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
         yield file
 
 
@@ -75,7 +75,7 @@ def _number(text: str) -> int | float:
     """
     value = float(text)
     if not math.isfinite(value):
-        raise ValueError(f"{text[:20]} is no number of 64 bits")
+        raise ValueError(f"{text[:20]} does not fit into 64 bits")
     is_integer = text.lstrip("-").isdigit()
     if is_integer and abs(value) < 2**63:
         return int(text)
@@ -91,7 +91,7 @@ def require_types(record: Any) -> None:
         value = getattr(record, name)
         if not _has_type(value, kind):
             declared = getattr(kind, "__name__", kind)
-            raise TypeError(f"{name!r} is {reprlib.repr(value)}, where {declared} belongs")
+            raise TypeError(f"{name!r} is {reprlib.repr(value)}, but must be of type {declared}")
 
 
 def _has_type(value: object, kind: Any) -> bool:
@@ -183,7 +183,7 @@ def require_writable(path: Path) -> None:
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     if not stat.S_ISREG(mode):
-        raise OSError(errno.EINVAL, "what is there is no regular file", str(path))
+        raise OSError(errno.EINVAL, "the path exists and is not a regular file", str(path))
     if not path.parent.is_dir():
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
     if not os.access(path.parent, os.W_OK | os.X_OK):

@@ -209,7 +209,7 @@ def gpu_of(name: str) -> Gpu:
         return GPUS[key]
     close = difflib.get_close_matches(key, GPUS, n=5, cutoff=0.4)
     if not close:
-        raise OptionError(f"{name!r} is not in the table of GPUs, which has {', '.join(GPUS)}")
+        raise OptionError(f"{name!r} is not in the table of GPUs: use one of {', '.join(GPUS)}")
     raise OptionError(f"{name!r} is not in the table of GPUs; the closest are {', '.join(close)}")
 
 

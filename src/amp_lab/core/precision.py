@@ -66,10 +66,10 @@ class Precision(enum.StrEnum):
         """Return a context manager that runs the forward pass in this precision.
 
         For ``fp16`` and ``bf16`` it is `torch.autocast`. For ``fp32`` and ``tf32`` it turns
-        autocast off and sets torch's float32 mode to "ieee" or "tf32". The mode holds for the whole
-        process. At the end of the block, also after an exception, every mode is restored. You can
-        nest the context managers and use them again. On a device without TF32, ``tf32`` warns, and
-        the device computes in fp32.
+        autocast off and sets torch's float32 mode to "ieee" or "tf32". The mode applies to the
+        whole process. At the end of the block, also after an exception, every mode is restored. You
+        can nest and reuse the context managers. On a device without TF32, ``tf32`` warns, and the
+        device computes in fp32.
 
         Args:
             device_type: "cuda" (also for ROCm), "xpu", "mps" or "cpu".
@@ -87,7 +87,7 @@ class Precision(enum.StrEnum):
             return _Float32Mode(device_type, "ieee")
         if not has_tf32(device_type):
             warnings.warn(
-                f"tf32: device {device_type!r} has none here and computes in fp32",
+                f"tf32: device {device_type!r} has no TF32 here, so it computes in fp32",
                 AmpLabWarning,
                 stacklevel=2,
             )
@@ -128,7 +128,7 @@ def require_backend(device_type: str) -> None:
     """Raise `DeviceError` unless a device of this type ("cpu", "cuda", …) is here."""
     if not backend(device_type).is_available():
         raise DeviceError(
-            f"device {device_type!r}: this machine and this torch ({torch.__version__}) have none"
+            f"device {device_type!r} is not available here, with torch {torch.__version__}"
         )
 
 

@@ -41,7 +41,7 @@ def remedy(code: str, when: str, text: str, failure: str = "") -> Remedy:
         ValueError: If a remedy with this code already exists.
     """
     if code in REMEDIES:
-        raise ValueError(f"there is a remedy {code!r} already")
+        raise ValueError(f"a remedy {code!r} already exists")
     if failure:
         text = _with_failure(text, failure)
     REMEDIES[code] = Remedy(code, when, text, failure)

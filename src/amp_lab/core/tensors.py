@@ -126,7 +126,7 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], structure: Any
             return _copy_with(leaf, mapped)
         if _hides_its_tensors(leaf):
             class_name = type(leaf).__name__
-            raise TraceError(f"a {class_name} does not show its tensors: {_GIVE_TENSORS.text}")
+            raise TraceError(f"the tensors in a {class_name} cannot be found: {_GIVE_TENSORS.text}")
         return leaf
 
     return pytree.tree_map(map_leaf, structure)

@@ -36,8 +36,10 @@ def measure(
 
     Args:
         fn: The function. It is called without arguments.
-        device: The device that `fn` uses. It is synchronized before and after each repeat.
-        warmup: The number of calls before the timed calls. The peaks are reset after the warm-up.
+        device: The device that `fn` uses. `measure` synchronizes the device before and after each
+            repeat.
+        warmup: The number of calls before the timed calls. The peak memory is reset after these
+            calls.
         repeats: The number of timed calls.
 
     Returns:
@@ -116,17 +118,17 @@ def compare(
 ) -> Comparison:
     """Time functions in turns, so that you can trust the ratios of their times.
 
-    A round runs each function in turn, a fast one several times. Every other round reverses the
-    order, so that a drift affects all functions alike. The result is not trusted if fewer than
-    twelve rounds, or fewer than half of them, were undisturbed.
+    A round runs each function in turn, and fast functions several times. Every other round reverses
+    the order, so that a drift affects all functions alike. Do not trust the result if fewer than
+    twelve rounds, or fewer than half of the rounds, were undisturbed.
 
     Args:
         functions: The functions by name. They are called without arguments. Speed-ups are relative
             to the first function.
         device: The device that the functions use.
-        precision: The precision to reach for each ratio: 0.03 is 3 % to either side.
-        budget_s: The most seconds to measure after the warm-up. The environment variable
-            AMP_LAB_TIMING_S can lower it.
+        precision: The precision of each ratio at which the measurement stops: 0.03 is ±3 %.
+        budget_s: The time limit of the measurement in seconds, without the warm-up. The environment
+            variable AMP_LAB_TIMING_S can lower this limit.
         warmup: The number of calls of each function before the measurement.
 
     Returns:
@@ -285,7 +287,9 @@ def _untrusted_reason(quiet: int, rounds: int) -> str:
     if 2 * quiet < rounds:
         return f"the machine was busy in {rounds - quiet} of {rounds} rounds"
     if quiet < _FEWEST_ROUNDS:
-        return f"only {quiet} undisturbed rounds in the time given, and {_FEWEST_ROUNDS} are needed"
+        return (
+            f"only {quiet} rounds were undisturbed in the time given; {_FEWEST_ROUNDS} are needed"
+        )
     return ""
 
 

@@ -53,7 +53,7 @@ class Comparison:
     reason: str
     """Why you should not trust the result; empty if you can."""
     apart: bool = False
-    """Whether cores were moved or lay far apart, as on a VM. Some ratios depend on their place."""
+    """Whether cores were moved or far apart, as on a VM. Some ratios depend on their place."""
 
     @property
     def trusted(self) -> bool:
@@ -70,15 +70,15 @@ class Comparison:
         return statistics.median(self.samples_s[name])
 
     def time_s(self, name: str) -> Estimate:
-        """Return `median_s` with a bootstrap interval, as `ratio` has."""
+        """Return `median_s` with a bootstrap interval, as in `ratio`."""
         median, interval = estimate_median(np.array(self.samples_s[name]))
         return Estimate(median, interval, self.trusted)
 
     def ratio(self, name: str, to: str) -> Ratio:
         """Return the time of `name` divided by the time of `to`: 2 means `to` is twice as fast.
 
-        This is the median of the ratios within each round, with a bootstrap interval (Efron and
-        Tibshirani 1993, percentile method, seeded). Raises `KeyError` for an unknown name.
+        The ratio is the median of the ratios within each round. Its bootstrap interval is seeded
+        (Efron and Tibshirani 1993, percentile method). Raises `KeyError` for an unknown name.
         """
         ratios = np.array(self.samples_s[name]) / np.array(self.samples_s[to])
         median, interval = estimate_median(ratios)
@@ -109,13 +109,13 @@ class Comparison:
         return "\n".join([*lines, *self.remarks()])
 
     def remarks(self) -> list[str]:
-        """Return sentences on what makes the times uncertain; an empty list if nothing does."""
+        """Return the reasons why the times are uncertain; an empty list if there are none."""
         remarks = []
         if self.reason:
             remarks.append(f"not trusted: {self.reason}")
         if self.apart:
             remarks.append(
-                "cores apart: the host of this machine moves them, and some ratios depend on it"
+                "cores apart: the host of this VM moves its cores, so some ratios may be off"
             )
         return remarks
 

@@ -158,7 +158,7 @@ class Communication(Printed):
 
 @contextmanager
 def count_communication() -> Iterator[Communication]:
-    """Note every collective that this thread issues in the block, backward passes included.
+    """Record every collective that this thread issues in the block, also in backward passes.
 
         with count_communication() as sent:
             train_step()
@@ -171,7 +171,7 @@ def count_communication() -> Iterator[Communication]:
     - barriers, which have no payload;
     - the sizes of Python objects, which are sent through a store.
 
-    Raises `ParallelError` in the block for a collective with an unknown payload.
+    A collective with an unknown payload raises `ParallelError` in the block.
     """
     with _Counter() as counter:
         yield counter.communication
@@ -208,7 +208,9 @@ class _Counter(TorchDispatchMode):
             return
         if name not in _OPS[namespace]:
             op = f"{namespace}::{name}"
-            raise ParallelError(f"{op}: it is not known what it sends; count without it")
+            raise ParallelError(
+                f"{op}: count_communication does not know how many bytes this op sends"
+            )
         kind, position = _OPS[namespace][name]
         payload = tensors_in(result if position == _RESULT else args[position])
         # A rank that does not send has no payload, such as one that receives from a scatter. Its

@@ -261,9 +261,9 @@ def require_same(settings: list[dict]) -> None:
             first_value = str(first_settings.get(name))
             value = str(rank_settings.get(name))
             if value != first_value:
-                difference = f"{name.replace('_', ' ')} {value}, rank 0 with {first_value}"
+                difference = f"{name.replace('_', ' ')} {value}, but rank 0 with {first_value}"
                 raise ParallelError(
-                    f"rank {rank} was started with {difference}: start all with the same"
+                    f"rank {rank} was started with {difference}: give all ranks the same value"
                 )
 
 

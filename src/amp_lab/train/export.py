@@ -47,7 +47,9 @@ def export_checkpoint(
     missing or damaged, or if the file cannot be written.
     """
     if os.path.lexists(file) and not force and not is_checkpoint(file):
-        raise CheckpointError(f"{file}: exists already, and is no checkpoint; --force replaces it")
+        raise CheckpointError(
+            f"{file} already exists and is not a checkpoint; --force replaces the file"
+        )
     state, config = _load_state(Path(out))
     if "shards" in state:
         model, optimizer = _build_and_restore(Path(out), state, config)
@@ -102,8 +104,8 @@ def export_model(
         expected = cast_model(inputs)
         if not expected.isfinite().all():
             raise CheckpointError(
-                f"{path}: not written, because outputs in {dtype_name(dtype)} are not finite; give "
-                "another --dtype"
+                f"{path} was not written, because outputs in {dtype_name(dtype)} are not finite; "
+                "give another --dtype"
             )
         converted = _convert(file_format, cast_model, inputs, config.model)
         outputs = converted.outputs
@@ -114,7 +116,7 @@ def export_model(
         agrees = fp32_decisions == outputs.argmax(-1)
     if not relative_error <= _TOLERANCE[dtype]:  # true for NaN as well
         problem = f"the outputs of the {file_format} file differ by {relative_error:.1%}"
-        raise CheckpointError(f"{path}: not written, because {problem} from the model's")
+        raise CheckpointError(f"{path} was not written, because {problem} from those of the model")
     save(path, [converted.content], CheckpointError)
     agreement = f"{int(agrees.sum())} of {agrees.numel()} decisions agree with fp32"
     distance = f"outputs differ by {relative_error:.1e} from the model in {dtype_name(dtype)}"
@@ -140,7 +142,7 @@ class _CastModel(nn.Module):
 def _require_free(path: Path, *, force: bool) -> None:
     """Raise `CheckpointError` if the file exists, unless `force`, or cannot be written."""
     if os.path.lexists(path) and not force:
-        raise CheckpointError(f"{path}: exists already; --force replaces it")
+        raise CheckpointError(f"{path} already exists; --force replaces the file")
     try:
         try_to_write(path)
     except OSError as error:
@@ -170,7 +172,7 @@ def _build_and_restore(
         else:
             model.load_state_dict(state["model"])
     except run_state.WRONG_CONTENT as error:
-        problem = f"not of a run ({first_line(error)})"
+        problem = f"the file is not the checkpoint of a run ({first_line(error)})"
         raise CheckpointError(f"{out / run_state.CHECKPOINT}: {problem}") from error
     return model, optimizer
 
@@ -218,7 +220,7 @@ def _describe_cast(model: nn.Module, cast_model: nn.Module, dtype: torch.dtype) 
         if overflows:
             values = f"{plural(overflows, 'value')} of {name}"
             largest = torch.finfo(dtype).max
-            problem = f"{values} are too large, the limit is {largest:g}"
+            problem = f"{values} exceed the largest number, {largest:g}"
             raise CheckpointError(f"{dtype_name(dtype)}: {problem}; give another --dtype")
         is_underflow = (tensor != 0) & (cast_tensor == 0)
         underflows += int(is_underflow.sum())

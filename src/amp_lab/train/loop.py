@@ -75,7 +75,7 @@ class Progress:
                 raise ValueError(f"{name} is {count}")
         for name in ("loss_sum", "correct"):
             if getattr(progress, name).shape != ():
-                raise ValueError(f"{name} is no single number")
+                raise ValueError(f"{name} is not a single number")
         return progress
 
     def finish_epoch(self, metrics: EpochMetrics) -> None:
@@ -287,9 +287,9 @@ def fit(
 
     Args:
         model: The model. It must already be on its device.
-        train_batches: A function of the epoch and the number of a batch, both counted from 0. It
-            returns the batches of that epoch from that number on, in a form that `Batch` describes.
-        epochs: The total number of epochs, including finished ones. Training ends earlier if
+        train_batches: A function of an epoch and a batch number, both counted from 0. It returns
+            the batches of this epoch, beginning with this number, in a form that `Batch` describes.
+        epochs: The total number of epochs, including finished epochs. Training ends earlier if
             `after_step` returns true.
         test_batches: A function that returns the batches for the evaluation after each epoch.
         **settings: Fields of `Loop`. `precision`, `device` and `optimizer` must be given.

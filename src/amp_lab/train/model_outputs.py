@@ -80,7 +80,8 @@ def _count_samples(values: Any) -> int:
     if has_samples or isinstance(values, list):
         return len(values)
     kind = type(values).__name__
-    raise OptionError(f"a batch begins with a {kind}, not with a tensor (N, …) or a list of N")
+    problem = f"a batch begins with a {kind}"
+    raise OptionError(f"{problem}; it must begin with a tensor (N, …) or a list of N values")
 
 
 def _takes_argument(model: nn.Module, name: str) -> bool:
@@ -151,7 +152,9 @@ def _find_logits(outputs: Any, targets: Any) -> _Logits:
     # Ambiguous: (N, C, L) or (N, T, C). With more dimensions it is (N, C, …), as for torch.
     if logits.dim() == 3 and len(dims) > 1:
         shapes = f"logits {tuple(logits.shape)} for targets {tuple(targets.shape)}"
-        raise OptionError(f"{shapes}: the classes may be either dimension; give loss_fn and metric")
+        raise OptionError(
+            f"{shapes}: the dimension of the classes is ambiguous; give loss_fn and metric"
+        )
     class_dim = dims[0] if dims else None
     return _Logits(logits, class_dim)
 
@@ -181,7 +184,9 @@ def cross_entropy(outputs: Any, targets: Any) -> Tensor:
     """
     logits, class_dim = _find_logits(outputs, targets)
     if logits is None or not isinstance(targets, Tensor):
-        raise OptionError("no loss is returned, and it takes logits and targets: give loss_fn")
+        raise OptionError(
+            "the model returns neither a loss nor logits for the targets: give loss_fn"
+        )
     if logits.dim() == 1 and targets.dim() == 1 and not targets.is_floating_point():
         raise OptionError(
             f"logits {tuple(logits.shape)} have no dimension of classes: give loss_fn"

@@ -139,7 +139,9 @@ class Run:
         require_same(commands)
         config_file = self.out / run_folder.CONFIG
         if self.options.resume and not given and not config_file.exists():
-            raise RunError(f"{self.out}: no run to resume; to start one, give settings as well")
+            raise RunError(
+                f"{self.out}: there is no run to resume; to start a run, leave out --resume"
+            )
         if config.tokenizer not in (None, BPE):
             # A file: an absolute path is found when the run is resumed from another folder too.
             config = replace(config, tokenizer=os.path.abspath(config.tokenizer))
@@ -151,7 +153,9 @@ class Run:
             config = replace(saved.config, epochs=epochs)
         processes = len(commands)
         if config.batch_size % processes:
-            problem = f"batch size {config.batch_size} cannot be shared by {processes} processes"
+            problem = (
+                f"batch size {config.batch_size} cannot be divided among {processes} processes"
+            )
             raise RunError(f"{problem}: give a multiple of {processes}")
         return config, saved
 
@@ -186,17 +190,19 @@ class Run:
         data = self.data
         if self._saved is not None and self._saved.fingerprint != data.fingerprint:
             # A text may be the same and cut into other tokens, as by a changed tokenizer.
-            kind = "text, or other tokens than" if data.is_text else "images"
+            kind = "text or the tokens" if data.is_text else "images"
             raise RunError(
-                f"{self._data_path}: not the {kind} with which the run in {self.out} was started"
+                f"{self._data_path}: the {kind} differ from those of the run in {self.out}; resume "
+                "the run with the same data"
             )
         size = self.config.batch_size
         if size > len(data.train):
-            counts = f"{len(data.train)} {data.unit}"
-            raise RunError(f"batch size {size} is larger than the {counts}")
+            samples = f"the training set, {len(data.train)} {data.unit}"
+            raise RunError(f"batch size {size} is larger than {samples}: give a smaller one")
         if self.ranks.size > len(data.test):
             raise RunError(
-                f"{len(data.test)} test {data.unit} are too few for {self.ranks.size} processes"
+                f"{len(data.test)} test {data.unit} are too few for {self.ranks.size} processes: "
+                "start fewer"
             )
 
     def _wrap(self) -> None:
@@ -243,12 +249,10 @@ class Run:
         self._write_config(environment)
         saved = self._saved
         if saved is not None and saved.environment != environment:
-            self._say(f"Started with {saved.environment}; resumes with {environment}:")
-            self._say("the result may differ.")
+            self._say(f"The run was started with {saved.environment}.")
+            self._say(f"It resumes with {environment}, so the result may differ.")
         if saved is not None and saved.config != self.config:
-            self._say(
-                f"More epochs: the learning rate now follows a schedule of {self.config.epochs}."
-            )
+            self._say(f"The learning rate now follows a schedule of {self.config.epochs} epochs.")
         state = run_state.load_run(self.out, self.config)
         has_begun = self.options.resume or saved is not None
         if state is None and has_begun:
@@ -281,12 +285,14 @@ class Run:
         epochs = len(progress.epochs)
         description = f"{epochs} epochs and {progress.batch} batches"
         if epochs > config.epochs or progress.batch > batches:
-            raise ValueError(f"{description}, of {config.epochs} epochs of {batches} batches")
+            raise ValueError(
+                f"{description}, but the run has {config.epochs} epochs of {batches} batches"
+            )
         if (progress.samples > 0) != (progress.batch > 0):
             raise ValueError(f"{progress.samples} samples in {progress.batch} batches")
         steps = epochs * self._steps_for(batches) + self._steps_for(progress.batch)
         if steps != self.parts.scheduler.last_epoch:  # which counts steps, despite its name
-            raise ValueError(f"{description}, and another number of steps")
+            raise ValueError(f"{description}, which do not match the number of steps")
         return progress
 
     def _write_config(self, environment: str) -> None:

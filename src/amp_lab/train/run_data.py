@@ -42,7 +42,9 @@ def _require_unset(config: RunConfig, names: tuple[str, ...], data_type: str) ->
     """Raise `RunError` if one of these settings, which are for data of this type, is set."""
     for name in names:
         if getattr(config, name):
-            raise RunError(f"{name.replace('_', ' ')} is for {data_type}, not for {config.dataset}")
+            raise RunError(
+                f"{name.replace('_', ' ')} is for {data_type}: leave it out for {config.dataset}"
+            )
 
 
 def locate_data(config: RunConfig, data: str | None, saved: SavedRun | None, out: Path) -> str:
@@ -56,8 +58,8 @@ def locate_data(config: RunConfig, data: str | None, saved: SavedRun | None, out
     if data is not None:
         if row.source is Source.LIBRARY:
             raise RunError(
-                f"--data {data}: {dataset} comes with a library and takes no --data; for your own "
-                "images use --dataset folder, for your own text --dataset text"
+                f"--data {data}: leave out --data, because {dataset} is in a library; for your "
+                "images use --dataset folder, for your text --dataset text"
             )
         return data
     if saved is not None and saved.data is not None:

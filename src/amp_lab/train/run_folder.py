@@ -48,7 +48,7 @@ def lock(out: Path) -> AbstractContextManager:
     except filelock.Timeout:
         raise RunError(f"{out}: another run is using this folder") from None
     except OSError as error:
-        raise RunError(f"{out}: cannot be written to ({error.strerror})") from error
+        raise RunError(f"the folder {out} cannot be written to ({error.strerror})") from error
 
 
 def read_saved(
@@ -69,7 +69,7 @@ def read_saved(
         # Files of these names would be overwritten, and may be someone's work.
         for name in (CHECKPOINT, METRICS, "loss.png", "accuracy.png"):
             if (out / name).exists():
-                raise RunError(f"{out}: contains {name} but no {CONFIG}; choose another folder")
+                raise RunError(f"{out} contains {name} but no {CONFIG}; choose another folder")
         return None
     saved = _read_config(path)
     # A torchrun that has lost a process runs the same command again, without `resume`.
@@ -77,7 +77,7 @@ def read_saved(
     is_restarted = starter is not None and saved.started_by == starter
     if not resume and not is_restarted:
         raise RunError(
-            f"{out}: contains a run already; resume it with --resume, or choose another folder"
+            f"{out} already contains a run; resume it with --resume, or choose another folder"
         )
     _require_same_settings(out, config, given, saved.config)
     return saved
@@ -111,7 +111,7 @@ def _require_same_settings(
         is_same = value == saved_value or _is_same_tokenizer(name, value, saved)
         if not is_same and not is_more_epochs:
             problem = f"the run was started with {name.replace('_', ' ')} {saved_value}"
-            raise RunError(f"{out}: {problem}, and cannot be resumed with {value}")
+            raise RunError(f"{out}: {problem}, so it cannot be resumed with {value}")
 
 
 def _is_same_tokenizer(name: str, value: object, saved: RunConfig) -> bool:

@@ -99,7 +99,9 @@ def load_run(out: Path, config: RunConfig) -> dict | None:
     state = load_checkpoint(path)
     saved_config = require_run(path, state)
     if replace(saved_config, epochs=config.epochs) != config:
-        raise CheckpointError(f"{path}: from another run than the config.json next to it")
+        raise CheckpointError(
+            f"{path}: this file and the config.json next to it are from different runs"
+        )
     return state
 
 
@@ -110,14 +112,17 @@ def require_run(path: Path, state: dict) -> RunConfig:
     """
     for name, expected in {"config": dict, "classes": int, "ranks": list}.items():
         if not isinstance(state.get(name), expected):
-            raise CheckpointError(f"{path}: not of a run (its {name!r} is no {expected.__name__})")
+            kind = expected.__name__
+            raise CheckpointError(
+                f"{path}: this file is not from a run ({name!r} must be of type {kind})"
+            )
     classes = state["classes"]
     if not 1 <= classes <= _MAX_CLASSES:
-        raise CheckpointError(f"{path}: not of a run (it has {classes} classes)")
+        raise CheckpointError(f"{path}: this file is not from a run ({classes} classes)")
     try:
         return RunConfig(**state["config"])  # settings added since then get their defaults
     except (TypeError, RunError) as error:
-        raise CheckpointError(f"{path}: not of a run ({error})") from error
+        raise CheckpointError(f"{path}: this file is not from a run ({error})") from error
 
 
 def restore_run(
@@ -183,7 +188,7 @@ def _require_usable(parts: TrainingObjects, new_settings: dict) -> None:
     done = restored["scheduler"]["last_epoch"]  # steps, despite its name
     total = new_settings["scheduler"]["total_steps"]
     if not 0 <= done <= total:
-        raise ValueError(f"the scheduler has done {done} of {total} steps")
+        raise ValueError(f"the scheduler has finished {done} of {total} steps")
     for group in restored["optimizer"]:
         betas = group["betas"]
         if not all(0 <= beta < 1 for beta in betas):
@@ -198,14 +203,14 @@ def _require_adam_state(values: dict, shape: torch.Size) -> None:
     shapes = {"step": torch.Size(), "exp_avg": shape, "exp_avg_sq": shape}
     if values.keys() != shapes.keys():
         names = ", ".join(map(str, values))
-        raise ValueError(f"the optimizer keeps {names}")
+        raise ValueError(f"the optimizer stores {names}")
     for name, value in values.items():
         has_shape = isinstance(value, torch.Tensor) and value.shape == shapes[name]
         if not has_shape:
-            raise ValueError(f"{name} of the optimizer is of another shape")
+            raise ValueError(f"{name} of the optimizer has another shape")
     steps = values["step"]
     if not steps >= 0:  # true for NaN as well
-        raise ValueError(f"the optimizer has done {steps.item()} steps")
+        raise ValueError(f"the optimizer has finished {steps.item()} steps")
 
 
 def _require_same_types(value: Any, original: Any, name: str) -> None:

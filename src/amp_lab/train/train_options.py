@@ -87,7 +87,7 @@ def _require_one_of(names: list[str], description: str, value: str) -> None:
 def _list_datasets(default: str) -> str:
     """The help's list of all data sets, the default first."""
     others = [name for name in DATASETS if name != default]
-    return ", ".join([f"{default} (default)", *others])
+    return ", ".join([f"data set: {default} (default)", *others])
 
 
 # Checks, which are called with name and value as `_require_positive` is.
@@ -124,34 +124,36 @@ class RunConfig(_CheckedSettings):
 
     dataset: str = setting("digits", _list_datasets("digits"), "NAME", _require_dataset)
     model: str = setting(
-        "mobilenet_v2", "a classifier of torchvision, or gpt-nano … (default: {})", "NAME"
+        "mobilenet_v2",
+        "a classifier of torchvision, or a GPT such as gpt-nano (default: {})",
+        "NAME",
     )
-    precision: str = setting("fp32", "{} (default), tf32, fp16, bf16", "NAME", _require_precision)
+    precision: str = setting("fp32", "{} (default), tf32, fp16 or bf16", "NAME", _require_precision)
     # Of all processes together. A smaller last batch of an epoch is left out: batch norm and the
     # mean over the ranks need batches of equal size.
     batch_size: int = setting(
-        64, "images or passages in a batch (default: {})", "N", _require_count
+        64, "number of images or passages in a batch (default: {})", "N", _require_count
     )
-    epochs: int = setting(15, "default: {}", "N", _require_count)
+    epochs: int = setting(15, "number of epochs (default: {})", "N", _require_count)
     # The peak of a one-cycle schedule.
     lr: float = setting(2e-3, "highest learning rate (default: {})", "X", _require_positive)
     # For the initial weights, the order of the images, the augmentation and dropout.
-    seed: int = setting(0, "default: {}", "N", _require_seed)
+    seed: int = setting(0, "random seed (default: {})", "N", _require_seed)
     image_size: int | None = setting(
-        None, "in pixels (default: the data set's own)", "N", _require_side
+        None, "height and width in pixels (default: those of the data set)", "N", _require_side
     )
     context: int | None = setting(
-        None, f"tokens in a passage of text (default: {CONTEXT})", "N", _require_count
+        None, f"number of tokens in a passage of text (default: {CONTEXT})", "N", _require_count
     )
     tokenizer: str | None = setting(
-        None, "bpe, or a tokenizer.json (default: a character is a token)", "bpe|FILE"
+        None, "bpe, or a tokenizer.json (default: each character is a token)", "bpe|FILE"
     )
     vocabulary: int | None = setting(
-        None, "byte pairs that bpe learns (default: 4096)", "N", _require_count
+        None, "number of byte pairs that bpe learns (default: 4096)", "N", _require_count
     )
     limit: int | None = setting(None, "train on at most N images or passages", "N", _require_count)
     accumulate: int = setting(
-        1, "batches for each optimizer step (default: {})", "N", _require_count
+        1, "number of batches for each optimizer step (default: {})", "N", _require_count
     )
     clip_norm: float | None = setting(
         None, "clip the gradients to this norm", "X", _require_positive
@@ -195,13 +197,15 @@ class RunOptions(_CheckedSettings):
     resume: bool = setting(False, "resume the run in that folder")
     # None: see `run_data.locate_data`.
     data: str | None = setting(
-        None, "your images or text; or the folder of data sets (default: data)", "PATH"
+        None, "path of your images or text, or of the folder with data sets (default: data)", "PATH"
     )
     device: str | None = setting(
-        None, "default: AMP_LAB_DEVICE, else accelerator, else cpu", "NAME"
+        None, "device to train on (default: AMP_LAB_DEVICE, else the accelerator, else cpu)", "NAME"
     )
     # None: none for images in memory, up to 8 for image files.
-    workers: int | None = setting(None, "processes that load images", "N", _make_range_check(0))
+    workers: int | None = setting(
+        None, "number of processes that load images", "N", _make_range_check(0)
+    )
     checkpoint_every: int | None = setting(
         None,
         "also save after this many steps (default: only after each epoch)",
@@ -212,10 +216,10 @@ class RunOptions(_CheckedSettings):
         None, "ddp: average gradients; fsdp: also shard the model (FSDP2)", "NAME"
     )
     reduce_dtype: str = _parallel_setting(
-        "fp32", "dtype in which gradients are summed: {} (default), bf16, fp16", "NAME"
+        "fp32", "dtype in which gradients are summed: {} (default), bf16 or fp16", "NAME"
     )
     timeout: float = _parallel_setting(
-        300, "longest wait for another process (default: {})", "SECONDS"
+        300, "longest wait for another process, in seconds (default: {})", "SECONDS"
     )
 
     def __post_init__(self):

@@ -94,9 +94,9 @@ def test_a_truncated_file_is_said_to_be_one(saved, left):
     assert said.startswith(f"{saved}: ")
     expected = {0: "empty", 1: "not a checkpoint", 3: "not a checkpoint"}
     if left in (-93, -92, -50, -1):  # only the comment, or a part of it, is missing
-        assert "last bytes were altered" in said or "truncated" in said
+        assert "last bytes of the file were changed" in said or "truncated" in said
     else:
-        assert expected.get(left, "truncated: its end is missing") in said
+        assert expected.get(left, "truncated: the end of the file is missing") in said
 
 
 def test_no_byte_can_be_altered_unnoticed(saved):
@@ -113,7 +113,7 @@ def test_no_byte_can_be_altered_unnoticed(saved):
 
 def test_bytes_put_after_the_end_are_noticed(saved):
     saved.write_bytes(saved.read_bytes() + b"x")
-    with pytest.raises(CheckpointError, match="altered"):
+    with pytest.raises(CheckpointError, match="changed"):
         load_checkpoint(saved)
 
 
@@ -158,7 +158,10 @@ def sparse(path: Path, size: int, end: bytes) -> None:
 
 @pytest.mark.parametrize(
     ("end", "said"),
-    [(b"", "not a checkpoint"), (b"amp-lab checkpoint 1 sha256 " + b"0" * 64, "altered since")],
+    [
+        (b"", "not a checkpoint"),
+        (b"amp-lab checkpoint 1 sha256 " + b"0" * 64, "changed after it was saved"),
+    ],
     ids=["zeros", "with our last line"],
 )
 def test_a_file_that_is_larger_than_memory_is_not_read_whole(path, monkeypatch, end, said):
@@ -199,7 +202,7 @@ def test_a_checkpoint_without_memory_for_it_is_said(saved, monkeypatch):
 def test_anything_with_a_right_checksum_is_told_in_a_line(path, content):
     last = b"amp-lab checkpoint 1 sha256 %s" % hashlib.sha256(content).hexdigest().encode()
     path.write_bytes(content + len(last).to_bytes(2, "little") + last)
-    with pytest.raises(CheckpointError, match="although its checksum is right") as caught:
+    with pytest.raises(CheckpointError, match="right checksum, but amp_lab did not") as caught:
         load_checkpoint(path)
     assert len(str(caught.value).splitlines()) == 1
 

@@ -85,7 +85,7 @@ def test_no_code_in_a_batch_is_run_although_its_checksum_fits(cifar10_copy):
     marker["md5"]["data_batch_2"] = md5_of(folder / "data_batch_2")
     (folder / "STAND_IN.json").write_text(json.dumps(marker))
     said = refusal(load_dataset, "cifar10", cifar10_copy)
-    assert re.search(r"data_batch_2 .*asks .*builtins\.exec", said)
+    assert re.search(r"data_batch_2 .*refers to .*builtins\.exec", said)
 
 
 @pytest.mark.parametrize("content", ["", "{}", '{"md5": {}}', '{"md5": {"data_batch_1": "0"}}'])
@@ -109,12 +109,15 @@ def reseal(folder, name, content):
         ({"labels": [99] * 20}, "a label is 99"),
         ({"labels": [-1] * 20}, "a label is -1"),
         ({"labels": ["cat"] * 20}, "a label is 'cat'"),
-        ({"labels": [1] * 19}, "images and 99 labels"),
-        ({"data": torch.zeros(19, 3072, dtype=torch.uint8).numpy()}, "99 images and 100 labels"),
-        ({"data": torch.zeros(20, 3072).numpy()}, "pixels of float"),
-        ({"data": torch.zeros(20, 7, dtype=torch.uint8).numpy()}, "other things in its files"),
-        ({"data": 3}, "other things in its files"),
-        ({"labels": 3}, "other things in its files"),
+        ({"labels": [1] * 19}, "images have 99 labels"),
+        ({"data": torch.zeros(19, 3072, dtype=torch.uint8).numpy()}, "99 images have 100 labels"),
+        ({"data": torch.zeros(20, 3072).numpy()}, "pixels have the dtype float"),
+        (
+            {"data": torch.zeros(20, 7, dtype=torch.uint8).numpy()},
+            "without valid images and classes",
+        ),
+        ({"data": 3}, "without valid images and classes"),
+        ({"labels": 3}, "without valid images and classes"),
     ],
 )
 def test_labels_and_images_that_do_not_fit_are_named(cifar10_copy, changed, says):

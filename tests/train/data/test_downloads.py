@@ -188,7 +188,7 @@ def test_an_archive_that_does_not_hold_the_data_set_is_told(content, server, tmp
     monkeypatch.setattr(CIFAR10, "url", server.url)
     monkeypatch.setattr(CIFAR10, "tgz_md5", md5(server.content))
     said = refusal(load_dataset, "cifar10", tmp_path / "data")
-    assert "no cifar10" in said
+    assert "cifar10 cannot be downloaded" in said
     assert "make_stand_in" in said
     assert not (tmp_path / "data" / CIFAR10_FOLDER).exists()
 
@@ -232,7 +232,7 @@ def test_a_text_that_cannot_be_fetched_names_the_address_and_its_place(
     said = refusal(load_dataset, poem, tmp_path, download=download)
     place = tmp_path / "poem.txt"
     assert said.startswith("no poem: ")
-    assert said.endswith(f"To do it by hand, save {server.url} as {place}")
+    assert said.endswith(f"Instead, save {server.url} as {place}")
     assert ("switched off" in said) != download
     place.write_bytes(server.content)  # by hand
     assert load_dataset(poem, tmp_path).name == "poem"

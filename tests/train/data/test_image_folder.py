@@ -192,19 +192,19 @@ def a_file(folder):
 
 
 BAD = [
-    (nothing, "{}: contains no folders; give each class a folder with its images"),
-    (images_alone, "{}: contains no folders; give each class a folder with its images"),
-    (one_class, "{}: contains only one class, cat; give a folder with two or more"),
-    (only_train, "{}: contains train, but neither val nor test"),
-    (empty_class, "{}/bird: no image there ends in .jpg"),
+    (nothing, "{} contains no folders; put the images of each class into a folder"),
+    (images_alone, "{} contains no folders; put the images of each class into a folder"),
+    (one_class, "{} contains only one class, cat; give a folder with two or more"),
+    (only_train, "{} contains train, but neither val nor test"),
+    (empty_class, "{}/bird contains no image that ends in .jpg"),
     (
         one_image,
-        "{}/dog: 1 image that can be read; a class needs 2, because one of them is",
+        "{}/dog: 1 image that can be read; a class needs 2, because one becomes",
     ),
-    (strange_class_in_val, "{}/val/bird: {}/train has no class of this name"),
-    (empty_val, "{}/val: contains no folders"),
-    (unread_format, "{}/cat/a.HEIC: images that end in .heic are not read"),
-    (a_file, "{}: is a file; give the folder that has a folder for each class"),
+    (strange_class_in_val, "{}/val/bird: there is no class of this name in {}/train"),
+    (empty_val, "{}/val contains no folders"),
+    (unread_format, "{}/cat/a.HEIC: .heic images are not supported"),
+    (a_file, "{} is a file; give a folder that contains a folder for each class"),
     (lambda folder: None, "{}: no such folder"),
 ]
 
@@ -219,7 +219,7 @@ def test_a_bad_folder_is_refused_in_a_line(tmp_path, make, said):
 def test_train_alone_is_split_as_the_message_says(tmp_path):
     only_train(tmp_path)
     said = refusal(load, tmp_path)
-    assert f"give --data {tmp_path / 'train'} to hold out a share" in said
+    assert f"with --data {tmp_path / 'train'}, a share" in said
     assert len(load(tmp_path / "train").test) == 2
 
 
@@ -258,7 +258,7 @@ def test_what_is_no_image_is_counted_and_named_or_left_out(tmp_path):
 @pytest.mark.skipif(os.name != "posix", reason="pipes and files with holes")
 def test_a_pipe_or_a_huge_file_is_not_read_as_an_image(tmp_path):
     os.mkfifo(tmp_path / "pipe.png")
-    assert "no regular file" in refusal(read_picture, tmp_path / "pipe.png")
+    assert "not a regular file" in refusal(read_picture, tmp_path / "pipe.png")
     huge = draw(tmp_path / "huge.png")
     os.truncate(huge, 2**34)
     assert "17,179,869,184 bytes" in refusal(read_picture, huge)

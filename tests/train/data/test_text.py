@@ -69,7 +69,7 @@ def test_two_processes_share_each_batch(folder):
     [
         (b"", "0 tokens are too few"),
         (b"short", "5 tokens are too few"),
-        (b"\0" * 100_000, "not a text, .*null bytes"),
+        (b"\0" * 100_000, "not a text file: .*null bytes"),
         ("ä".encode("latin-1") * 100_000, "not UTF-8"),
     ],
     ids=["empty", "short", "binary", "latin-1"],
@@ -99,7 +99,7 @@ def test_what_cannot_be_is_refused(tmp_path, folder, monkeypatch):
         load_text(tmp_path / "empty")
     with pytest.raises(DataError, match="context=0 must be"):
         load_text(folder, context=0)
-    with pytest.raises(DataError, match="takes no image_size"):
+    with pytest.raises(DataError, match="leave out image_size"):
         load_dataset("stdlib", image_size=32)
     monkeypatch.setattr("amp_lab.train.data.text_files._MAX_TEXT_BYTES", 100)
     with pytest.raises(DataError, match="the limit is 1 GiB"):

@@ -81,11 +81,11 @@ def test_a_tokenizer_of_ones_own_is_taken(tmp_path):
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        (b"", "no tokenizer.json"),
-        (b"{}", "no tokenizer.json"),
+        (b"", "not a tokenizer.json"),
+        (b"{}", "not a tokenizer.json"),
         (b"\xff\xfe", "not UTF-8"),
-        (b"[" * 100_000, "no tokenizer.json"),
-        (json.dumps({"model": {"type": "BPE"}}).encode(), "no tokenizer.json"),
+        (b"[" * 100_000, "not a tokenizer.json"),
+        (json.dumps({"model": {"type": "BPE"}}).encode(), "not a tokenizer.json"),
     ],
     ids=["empty", "of nothing", "binary", "deep", "half"],
 )
@@ -120,7 +120,7 @@ HUGE |= {"pad_id": 0, "pad_type_id": 0, "pad_token": "a"}
 def test_a_panic_of_the_library_is_told_in_a_line(charsmap, capfd):
     text = base64.b64encode(charsmap).decode()
     content = changed(WORDS, normalizer={"type": "Precompiled", "precompiled_charsmap": text})
-    with pytest.raises(DataError, match=r"x: no tokenizer\.json") as told:
+    with pytest.raises(DataError, match=r"x is not a tokenizer\.json") as told:
         BytePairs(content, "x")
     assert len(str(told.value).splitlines()) == 1
     assert capfd.readouterr().err == ""

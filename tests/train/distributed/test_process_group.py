@@ -31,7 +31,7 @@ def no_torchrun(monkeypatch):
     [
         ("fsdp", {}, "torchrun --nproc-per-node N"),
         ("horovod", {}, "'horovod' .*ddp, fsdp"),
-        (None, {"reduce_dtype": "bf16"}, "one process sums no gradients"),
+        (None, {"reduce_dtype": "bf16"}, "a single process does not sum gradients"),
         ("ddp", {"reduce_dtype": "fp8"}, "use one of fp32, fp16, bf16"),
         ("ddp", {"timeout_s": 0}, "timeout .* 1,000,000 seconds, not 0"),
         ("ddp", {"timeout_s": float("nan")}, "timeout .* 1,000,000 seconds, not nan"),

@@ -27,7 +27,7 @@ _COMMENT_PATTERN = re.compile(rb"amp-lab checkpoint (\d+) sha256 ([0-9a-f]{64})"
 
 
 def save_checkpoint(path: str | os.PathLike, **state) -> None:
-    """Save a checkpoint atomically: at each moment, either the old file or the new one is complete.
+    """Save a checkpoint atomically: at any time, either the old file or the new one is complete.
 
     Args:
         path: The file to write. `torch.load` can read it too.
@@ -54,7 +54,7 @@ def save_checkpoint(path: str | os.PathLike, **state) -> None:
     buffer.seek(0)
     unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(buffer)
     if unsafe:
-        raise TypeError(f"save_checkpoint: could not be read back safely: {', '.join(unsafe)}")
+        raise TypeError(f"save_checkpoint: no safe load is possible for {', '.join(unsafe)}")
     archive = buffer.getbuffer()[:-2]  # without the length of the comment, which is 0 here
     checksum = hashlib.sha256(archive).hexdigest()
     comment = _COMMENT % (VERSION, checksum.encode())
@@ -76,8 +76,8 @@ def load_checkpoint(path: str | os.PathLike) -> dict:
             checkpoint.
 
     Source:
-        The SHA-256 checksum is compared before anything is unpickled. Unpickling runs no code of
-        the file (`weights_only=True`).
+        `load_checkpoint` compares the SHA-256 checksum before it unpickles anything. Unpickling
+        runs no code of the file (`weights_only=True`).
 
     Example:
         save_checkpoint("model.ckpt", epoch=3)
@@ -92,12 +92,12 @@ def load_checkpoint(path: str | os.PathLike) -> dict:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
     if not isinstance(state, dict):
         type_name = type(state).__name__
-        raise CheckpointError(f"{path}: contains no state, but a value of type {type_name}")
+        raise CheckpointError(f"{path}: contains a {type_name} instead of a dict of values")
     return state
 
 
 def is_checkpoint(path: str | os.PathLike) -> bool:
-    """Whether a file ends with the comment of `save_checkpoint`; the checksum is not compared.
+    """Whether a file ends with the comment that `save_checkpoint` writes; the checksum is ignored.
 
     False for a symbolic link, and for a path with no file.
     """
@@ -128,7 +128,7 @@ def _require_intact(path: Path, file: BinaryIO) -> None:
     has_right_length = before_comment.endswith(_COMMENT_BYTES.to_bytes(2, "little"))
     checked_bytes = size - 2 - _COMMENT_BYTES  # 2: the length of the comment
     if not has_right_length or _digest(file, checked_bytes) != checksum:
-        raise CheckpointError(f"{path}: altered since it was saved: its checksum is wrong")
+        raise CheckpointError(f"{path}: wrong checksum, so the file was changed after it was saved")
 
 
 def _require_version(path: Path, version: int) -> None:
@@ -137,7 +137,7 @@ def _require_version(path: Path, version: int) -> None:
         return
     age = "an older" if version < VERSION else "a newer"
     source = f"{age} amp_lab, in format {version}"
-    raise CheckpointError(f"{path}: written by {source}; this one reads {VERSION}")
+    raise CheckpointError(f"{path}: written by {source}; this version reads format {VERSION}")
 
 
 def _digest(file: BinaryIO, count: int) -> str:
@@ -159,7 +159,7 @@ def _unpickle(path: Path, file: BinaryIO) -> Any:
         raise CheckpointError(f"{path}: does not fit into memory") from None
     except Exception as error:  # a damaged pickle may raise anything
         raise CheckpointError(
-            f"{path}: not written by amp_lab, although its checksum is right"
+            f"{path}: right checksum, but amp_lab did not write the content"
         ) from error
 
 
@@ -170,5 +170,5 @@ def _describe_foreign_file(head: bytes, tail: bytes) -> str:
     if head != _ZIP_START:
         return "not a checkpoint"
     if _END_RECORD in tail:
-        return "not a checkpoint of amp_lab, or its last bytes were altered"
-    return "truncated: its end is missing"
+        return "not a checkpoint of amp_lab, or the last bytes of the file were changed"
+    return "truncated: the end of the file is missing"

@@ -9,7 +9,7 @@ from amp_lab.core.backends import backend
 
 
 def random_states(device: torch.device | str = "cpu") -> dict:
-    """The states of Python's, NumPy's, torch's and the device's generator, for a checkpoint.
+    """Return the states of the generators of Python, NumPy, torch and the device, for a checkpoint.
 
     The keys are "python", "numpy", "torch" and, except for a CPU, the type of the device.
     """
@@ -31,7 +31,7 @@ def random_states(device: torch.device | str = "cpu") -> dict:
 def restore_random_states(states: dict, device: torch.device | str = "cpu") -> None:
     """Restore the states that `random_states` returned.
 
-    The generator of `device` stays as it is if the states were saved on another type of device.
+    If the states were saved on another type of device, the generator of `device` is not changed.
     """
     device = torch.device(device)
     random.setstate(states["python"])

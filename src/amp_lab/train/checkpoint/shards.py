@@ -34,12 +34,14 @@ def save_shards(
 
     def create() -> None:
         shutil.rmtree(folder, ignore_errors=True)  # a killed process may have left one
-        with _checkpoint_errors(folder, "cannot be made"):
+        with _checkpoint_errors(folder, "cannot be created"):
             folder.mkdir(parents=True)
 
     def require_folder() -> None:
         if not folder.is_dir():
-            raise CheckpointError(f"{folder}: not there; FSDP needs a folder that all nodes share")
+            raise CheckpointError(
+                f"{folder} does not exist on this node; FSDP needs a folder that all nodes share"
+            )
 
     def save() -> None:
         with _checkpoint_errors(folder, "could not be saved"):
@@ -76,7 +78,9 @@ def load_shards(
     for name in (shards["folder"], *shards["files"]):
         # A checkpoint may come from anyone: it must not make us read outside of its folder.
         if name in (".", "..") or Path(name).name != name:
-            raise CheckpointError(f"{out}: its shards are said to be in {name!r}, elsewhere")
+            raise CheckpointError(
+                f"{out}: the checkpoint names {name!r}, outside this folder, for its shards"
+            )
     folder = out / shards["folder"]
     share = sorted(shards["files"])[ranks.rank :: ranks.size]  # the files that this rank compares
 
@@ -86,7 +90,7 @@ def load_shards(
             if not path.exists():
                 raise CheckpointError(f"{path}: missing")
             if _digest(path) != shards["files"][name]:
-                raise CheckpointError(f"{path}: altered since it was saved")
+                raise CheckpointError(f"{path}: changed after it was saved")
 
     def load() -> None:
         states = _states(model, optimizer)
@@ -146,7 +150,7 @@ def _getattr_of_memory_format(owner: type, name: str) -> metadata._MEM_FORMAT_EN
     It works for the only enum in torch's .metadata, and raises `UnpicklingError` for other classes.
     """
     if owner is not metadata._MEM_FORMAT_ENCODING:
-        raise pickle.UnpicklingError(f"it asks for {name!r} of {owner!r}")
+        raise pickle.UnpicklingError(f"the file refers to {name!r} of {owner!r}")
     return metadata._MEM_FORMAT_ENCODING[name]
 
 
@@ -163,7 +167,7 @@ class _MetadataUnpickler(pickle.Unpickler):
             dtype = vars(torch).get(name)
             if isinstance(dtype, torch.dtype):
                 return dtype
-        raise pickle.UnpicklingError(f"it asks for {module}.{name}")
+        raise pickle.UnpicklingError(f"the file refers to {module}.{name}")
 
 
 class _SafeReader(dcp.FileSystemReader):

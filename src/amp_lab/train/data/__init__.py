@@ -39,19 +39,19 @@ def load_dataset(
         folder: Path of the folder with the data files. The module of the data set in `train/data/`
             describes them.
         image_size: Height and width of the images in pixels. None is the default of the data set.
-        limit: The most training samples; None is all. The test samples are cut to the same share.
-            Each class keeps its share too.
-        seed: The seed of the augmentation, and of the positions where passages of a text begin; 0
-            or more.
+        limit: The largest number of training samples; None is all. The same share of test samples
+            is used. The shares of the classes stay the same.
+        seed: The seed of the augmentation and of the positions where passages of a text begin; 0 or
+            more.
         augment: Whether training images are augmented, and whether passages begin at random
             positions.
         skip_damaged: Whether to leave out image files that cannot be decoded. `skipped` lists them.
         download: Whether to download missing files. If false, a missing file is an error.
 
     Returns:
-        A `DataSplits`. `train` and `test` give pairs of a sample and its target. For images, this
-        is a float32 tensor (3, S, S) with an int. For a text, this is a passage of 256 characters,
-        int64 (256,), with int64 (256,).
+        A `DataSplits`. The items of `train` and `test` are pairs of a sample and a target: for
+        images, a float32 tensor (3, S, S) and an int; for a text, a passage of 256 characters,
+        int64 (256,), and the next characters, int64 (256,).
 
     Raises:
         DataError: If a value is wrong, or if files are missing, damaged or altered.
@@ -64,7 +64,7 @@ def load_dataset(
     _require_known(name)
     row = DATASETS[name]
     if row.is_text and image_size is not None:
-        raise DataError(f"{name} is a text, so it takes no image_size")
+        raise DataError(f"{name} is a text: leave out image_size")
     if image_size is None:
         image_size = row.image_size
     if seed < 0:
@@ -89,7 +89,9 @@ def load(name: str, options: LoadOptions) -> DataSplits:
     with_files = [known for known, row in DATASETS.items() if row.has_image_files]
     if options.skip_damaged and name not in with_files:
         names = " and ".join(with_files)
-        raise DataError(f"skip damaged is for {names}, whose images are files, not for {name}")
+        raise DataError(
+            f"skip damaged is only for data sets with image files ({names}), not for {name}"
+        )
     size = options.image_size
     if not 1 <= size <= _MAX_IMAGE_SIZE:
         raise DataError(f"image_size={size} must be between 1 and {_MAX_IMAGE_SIZE} pixels")

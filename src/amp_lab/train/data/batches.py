@@ -78,7 +78,7 @@ class Batches:
             full_batches = length // self.batch_size
             order = order[: full_batches * self.batch_size]
         if len(order) < ranks and ranks > 1:
-            raise DataError(f"{len(order)} samples are too few for {ranks} processes")
+            raise DataError(f"{len(order)} samples are too few for {ranks} processes: start fewer")
         remaining = order[self.start * self.batch_size :]
         keys = self.epoch * length + remaining
         if not len(keys):
@@ -151,7 +151,7 @@ def _next_batch(iterator: Iterator) -> Any:
         if "DataLoader worker" not in str(error):
             raise
         problem = f"a process that loads images was killed ({first_line(error)})"
-        raise DataError(f"{problem}; use fewer --workers, which need less memory") from error
+        raise DataError(f"{problem}; fewer --workers need less memory") from error
     if isinstance(batch, AmpLabError):
         raise batch
     return batch
@@ -167,7 +167,7 @@ def _require_files_for(workers: int) -> None:
     limit = max_files // _FILES_OF_A_WORKER
     if workers > limit:
         raise DataError(
-            f"{workers:,} workers need more open files than are allowed: use at most {limit}"
+            f"{workers:,} workers need more open files than the system allows: use at most {limit}"
         )
 
 

@@ -103,7 +103,7 @@ def _readable_images(
         raise images.damaged_error(damaged, len(targets_of), parent)
     if len(readable) < 10:  # one in ten is a test image, and the evaluation needs at least one
         raise DataError(
-            f"{root} has {len(readable)} images that can be read; at least 10 are needed"
+            f"{root} contains {len(readable)} readable images; the data set needs at least 10"
         )
     not_in_table = [path for path in readable if path not in in_table]
     if not in_table:
@@ -159,10 +159,10 @@ def _fault(row: dict[str, str], targets_of: dict[str, int], earlier: set[str]) -
     path = row["path"]
     target = row["target"]
     if path not in targets_of:
-        return f"no image {path!r} there"
+        return f"there is no image {path!r}"
     expected = targets_of[path]
     if target != str(expected):
-        return f"target {target!r} should be {expected}, as the folder is numbered"
+        return f"target {target!r} should be {expected}, the number of the folder"
     if path in earlier:
         return f"{path} is listed twice"
     return None
@@ -185,6 +185,6 @@ def _write_table(table: Path, paths: list[str], targets_of: dict[str, int]) -> N
     except OSError as error:
         draft.unlink(missing_ok=True)
         raise DataError(
-            f"{table} cannot be written: {first_line(error)}; if the images lie where you may not "
-            f"write, link {FOLDER} into a folder where you may"
+            f"{table} cannot be written: {first_line(error)}; if the folder is read-only, link "
+            f"{FOLDER} into a folder where you can write"
         ) from error

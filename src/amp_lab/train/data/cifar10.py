@@ -112,7 +112,7 @@ def _read(folder: Path, checksums: dict[str, str]) -> list[CIFAR10]:
         raise
     except (EOFError, LookupError, TypeError, ValueError, pickle.UnpicklingError) as error:
         root = folder / FOLDER
-        problem = f"{root} has other things in its files than images and classes"
+        problem = f"{root} contains files without valid images and classes"
         remedy = images.remedy(root)
         raise DataError(f"{problem} ({with_type(error)}); {remedy}") from None
 
@@ -135,14 +135,14 @@ def _require_valid(dataset: CIFAR10) -> None:
     classes = dataset.classes
     are_strings = isinstance(classes, list) and all(isinstance(name, str) for name in classes)
     if not are_strings:
-        raise ValueError("the names of its classes are no list of texts")
+        raise ValueError("the names of the classes are not a list of strings")
     if pixels.dtype != np.uint8:
-        raise ValueError(f"pixels of {pixels.dtype}")
+        raise ValueError(f"pixels have the dtype {pixels.dtype}")
     if len(pixels) != len(labels):
-        raise ValueError(f"{len(pixels)} images and {len(labels)} labels")
+        raise ValueError(f"{len(pixels)} images have {len(labels)} labels")
     for label in labels:
         if not isinstance(label, int) or not 0 <= label < len(classes):
-            raise ValueError(f"a label is {label!r}, of {len(classes)} classes")
+            raise ValueError(f"a label is {label!r}, but there are {len(classes)} classes")
 
 
 class _DataUnpickler(pickle.Unpickler):
@@ -153,7 +153,7 @@ class _DataUnpickler(pickle.Unpickler):
         module_in_numpy_1 = module.replace("._core", ".core")  # NumPy 2 renamed numpy.core
         if (module_in_numpy_1, name) in _ARRAY_GLOBALS:
             return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"it asks for {module}.{name}")
+        raise pickle.UnpicklingError(f"the file refers to {module}.{name}")
 
 
 def _require_data_only(path: Path, md5: str) -> None:
@@ -167,7 +167,7 @@ def _require_data_only(path: Path, md5: str) -> None:
         with open(path, "rb") as file:
             _DataUnpickler(file, encoding="latin1").load()
     except Exception as error:  # a damaged pickle may raise anything
-        reason = f"is no batch of CIFAR-10 ({first_line(error)})"
+        reason = f"is not a batch of CIFAR-10 ({first_line(error)})"
         remedy = images.remedy(path.parent)
         raise DataError(f"{path} {reason}; {remedy}") from None
 

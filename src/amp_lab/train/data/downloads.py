@@ -36,8 +36,7 @@ def fetch(name: str, url: str, md5: str, folder: Path, *, may_download: bool) ->
         unpack(archive, folder)
 
     by_hand = (
-        f"unpack {url} in {parent}; to try without, make pictures: "
-        f"make_stand_in({name!r}, {str(parent)!r})"
+        f"unpack {url} in {parent}, or generate pictures: make_stand_in({name!r}, {str(parent)!r})"
     )
     _fetch(name, folder, download_and_unpack, by_hand, may_download=may_download)
 
@@ -65,13 +64,14 @@ def _fetch(
         raise DataError(f"{str(parent)!r} is a file; give the folder that contains {name}")
     try:
         if not may_download:
-            raise DataError(f"{path} does not exist, and downloading is switched off")
+            raise DataError(f"{path} does not exist, and downloading is turned off")
         parent.mkdir(parents=True, exist_ok=True)
         with FileLock(parent / f".{name}.lock"):
             if not path.exists():  # another process may have made it while this one waited
                 get()
     except (OSError, DataError) as error:
-        raise DataError(f"no {name}: {first_line(error)}. To do it by hand, {by_hand}") from error
+        problem = f"{name} cannot be downloaded: {first_line(error)}"
+        raise DataError(f"{problem}. Instead, {by_hand}") from error
 
 
 def download(url: str, path: Path, *, md5: str) -> None:
@@ -92,12 +92,12 @@ def download(url: str, path: Path, *, md5: str) -> None:
         actual_md5 = md5_of(partial)
         if actual_md5 != md5:
             partial.unlink()
-            raise DataError(f"{url} has the MD5 {actual_md5} instead of {md5}: not the right file")
+            raise DataError(f"{url} is the wrong file: its MD5 is {actual_md5} instead of {md5}")
         partial.replace(path)
     except (OSError, http.client.HTTPException) as error:
         raise DataError(
             f"{url} cannot be fetched to {path}: {first_line(error)}; "
-            "try again later: the download resumes where it stopped"
+            "try again later, and the download resumes where it stopped"
         ) from error
 
 
@@ -163,7 +163,9 @@ def unpack(archive: Path, folder: Path) -> None:
                 tar.extractall(temporary)
             Path(temporary, folder.name).rename(folder)
     except (tarfile.TarError, EOFError, zlib.error) as error:
-        raise DataError(f"{archive} cannot be unpacked: {first_line(error)}; delete it") from error
+        raise DataError(
+            f"{archive} cannot be unpacked: {first_line(error)}; delete the file and try again"
+        ) from error
     archive.unlink()
 
 

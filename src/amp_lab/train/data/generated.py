@@ -33,23 +33,23 @@ def make_stand_in(
     """Generate pictures in the layout of a data set that cannot be downloaded.
 
     `load_dataset` with the same folder reads these pictures, and sets `stand_in`. Each class is a
-    shape with stripes, which have a colour and a direction.
+    shape with stripes of one colour and direction.
 
     Args:
         name: "cifar10" or "caltech256".
         folder: The folder to put the data set into.
-        images_per_class: The number of training and test images together, at least 6. None is 600
-            for cifar10 and 10 for caltech256.
-        classes: The number of classes, at least 2. None is the number of the real data set: 10 or
-            256.
+        images_per_class: The number of training and test images together, at least 6. The default
+            is 600 for cifar10 and 10 for caltech256.
+        classes: The number of classes, at least 2. The default is the number in the real data set:
+            10 or 256.
         seed: The seed of the pictures; 0 or more.
 
     Returns:
         The folder of the new data set, inside `folder`.
 
     Raises:
-        DataError: If a value is wrong, if the data set is in `folder` already, or if it cannot be
-            written.
+        DataError: If a value is wrong, if the data set already exists in `folder`, or if it cannot
+            be written.
 
     Example:
         make_stand_in("cifar10", "data", images_per_class=6, classes=2)

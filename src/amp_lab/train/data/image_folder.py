@@ -71,7 +71,7 @@ def _find_layout(root: Path) -> _Layout:
     if not root.exists():
         raise DataError(f"{root}: no such folder")
     if not root.is_dir():
-        raise DataError(f"{root}: is a file; give the folder that has a folder for each class")
+        raise DataError(f"{root} is a file; give a folder that contains a folder for each class")
     test = _find_test_folder(root)
     train = root
     if test is not None:
@@ -79,12 +79,12 @@ def _find_layout(root: Path) -> _Layout:
     classes = _class_names(train)
     if len(classes) == 1:
         raise DataError(
-            f"{train}: contains only one class, {classes[0]}; give a folder with two or more"
+            f"{train} contains only one class, {classes[0]}; give a folder with two or more"
         )
     if test is not None:
         for name in _class_names(test):
             if name not in classes:
-                raise DataError(f"{test / name}: {train} has no class of this name")
+                raise DataError(f"{test / name}: there is no class of this name in {train}")
     return _Layout(root, train, test, classes)
 
 
@@ -100,9 +100,9 @@ def _split(
         return _hold_out(targets)
     is_test = np.array([file.is_test for file in files], dtype=bool)
     if is_test.all():
-        raise DataError(f"{layout.train}: 0 images that can be read")
+        raise DataError(f"{layout.train}: no image can be read")
     if not is_test.any():
-        raise DataError(f"{layout.test}: 0 images that can be read")
+        raise DataError(f"{layout.test}: no image can be read")
     return np.flatnonzero(~is_test), np.flatnonzero(is_test)
 
 
@@ -120,8 +120,8 @@ def _find_test_folder(root: Path) -> Path | None:
             return root / name
     missing = " nor ".join(_TEST_NAMES)
     raise DataError(
-        f"{root}: contains {_TRAIN}, but neither {missing}; give --data {train} to hold out a "
-        f"share of its images for the test"
+        f"{root} contains {_TRAIN}, but neither {missing}; with --data {train}, a share of the "
+        "images is held out for the test"
     )
 
 
@@ -135,7 +135,7 @@ def _class_names(folder: Path) -> list[str]:
     """The names of the folders in a folder, sorted. Raises `DataError` if there are none."""
     names = _folders_in(folder)
     if not names:
-        raise DataError(f"{folder}: contains no folders; give each class a folder with its images")
+        raise DataError(f"{folder} contains no folders; put the images of each class into a folder")
     return names
 
 
@@ -153,7 +153,7 @@ def _list_images(layout: _Layout, parent: Path) -> list[_File]:
         paths = [path for path in _files_below(folder) if _is_image(path)]
         if not paths:
             endings = ", ".join(_SUFFIXES)
-            raise DataError(f"{folder}: no image there ends in {endings}")
+            raise DataError(f"{folder} contains no image that ends in {endings}")
         for path in paths:
             relative_path = os.path.relpath(path, layout.root)
             files.append(_File(relative_path, target, is_test))
@@ -188,8 +188,8 @@ def _is_image(path: str) -> bool:
     suffix = suffix.lower()
     if suffix in _UNSUPPORTED:
         raise DataError(
-            f"{path}: images that end in {suffix} are not read; convert it to JPEG or PNG, or take "
-            "it out of the folder"
+            f"{path}: {suffix} images are not supported; convert the file to JPEG or PNG, or "
+            "remove it from the folder"
         )
     return suffix in _SUFFIXES
 
@@ -203,8 +203,8 @@ def _require_enough(folder: Path, classes: list[str], targets: np.ndarray) -> No
             if count == 1:
                 images_text = "1 image"
             raise DataError(
-                f"{folder / name}: {images_text} that can be read; a class needs 2, because one of "
-                "them is kept for the test"
+                f"{folder / name}: {images_text} that can be read; a class needs 2, because one "
+                "becomes a test image"
             )
 
 

@@ -341,13 +341,13 @@ def read_picture(path: Path) -> torch.Tensor:
 def _require_reasonable_size(file_bytes: int, picture: Image.Image) -> None:
     """Raise `ValueError` for a file of too many bytes, or a picture of too many pixels."""
     if file_bytes > _MAX_FILE_BYTES:
-        raise ValueError(f"{file_bytes:,} bytes are too many")
+        raise ValueError(f"the file is too large ({file_bytes:,} bytes)")
     pixels = picture.width * picture.height
     max_pixels = Image.MAX_IMAGE_PIXELS or math.inf  # None switches the limit off
     if pixels > max_pixels:
-        raise ValueError(f"{picture.width} x {picture.height} pixels are too many")
+        raise ValueError(f"the image is too large ({picture.width} x {picture.height} pixels)")
 
 
 def remedy(folder: Path) -> str:
     """The advice for a downloaded or generated folder that is damaged or incomplete."""
-    return f"delete {folder}, so that it is downloaded (or generated) again"
+    return f"delete {folder}, and download (or generate) the data again"

@@ -20,14 +20,15 @@ OFFSET = 3  # of the passages of a text
 
 
 class SampleSet(Dataset):
-    """Samples of one shape with their targets: a data set whose keys also name the epoch.
+    """Samples of one shape with their targets. A key gives the epoch and the index of a sample.
 
-    A sample is an image, float32 (3, S, S) and normalised, whose target is an int; or a passage of
-    a text, int64 (T,), whose target is the token that follows each of its tokens, (T,).
+    A sample is a normalised image, float32 (3, S, S), or a passage of a text, int64 (T,). The
+    target of an image is an int. The target of a passage contains the token after each of its
+    tokens, (T,).
 
     `samples[epoch * len(samples) + index]` is a sample and its target. The augmentation depends
-    only on the seed, the epoch and the index, so every process reads bitwise the same sample, in
-    any order. The global random state is neither used nor changed.
+    only on the seed, the epoch and the index. Therefore every process reads bitwise the same
+    sample, in any order. The global random state is neither used nor changed.
     """
 
     reads_files = False
@@ -48,7 +49,7 @@ class SampleSet(Dataset):
         return (self[index] for index in range(len(self)))
 
     def batch(self, keys: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Samples (B, …) and targets (B,) or (B, T) of these keys.
+        """Return the samples (B, …) and the targets (B,) or (B, T) of these keys.
 
         Raises `DataError` if a file cannot be read, and `IndexError` for a negative key.
         """
@@ -58,7 +59,7 @@ class SampleSet(Dataset):
     def read(self, keys: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """The samples and targets of these keys, before `finish`.
 
-        Images may be uint8, which are 4 times as small to send from a worker.
+        Images may be uint8, because they need a quarter of the memory when a worker sends them.
         """
         raise NotImplementedError
 
@@ -85,14 +86,14 @@ class DataSplits:
     name: str
     train: SampleSet
     test: SampleSet
-    classes: tuple[str, ...]  # their names, or the tokens of a text; a target is an index
+    classes: tuple[str, ...]  # names of the classes, or the tokens of a text; a target is an index
     sample_shape: tuple[int, ...]  # (3, S, S) for images of S x S pixels, (T,) for passages
     fingerprint: str
     """Hash of the samples, their split and their order, but not of the augmentation. A resumed run
-    compares the hash, to detect that its data have changed."""
-    stand_in: bool = False  # generated pictures in the layout of the real ones
+    compares the hash to detect changed data."""
+    stand_in: bool = False  # whether the images are generated, in the layout of the real data set
     skipped: tuple[str, ...] = ()  # the damaged images that were left out
-    tokens: Tokens | None = None  # of a text; None for images
+    tokens: Tokens | None = None  # the tokenizer of a text; None for images
 
     @property
     def num_classes(self) -> int:
@@ -106,7 +107,7 @@ class DataSplits:
 
     @property
     def is_text(self) -> bool:
-        """Whether the data set is a text, and not images."""
+        """Whether the data set is a text, not images."""
         return self.tokens is not None
 
     @property

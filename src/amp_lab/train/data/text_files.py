@@ -29,17 +29,19 @@ def read_texts(path: Path) -> Iterator[str]:
     else:
         files = [*sorted(path.rglob("*.txt")), *sorted(path.rglob("*.md"))]
     if not files:
-        raise DataError(f"{path}: contains no file that ends in .txt or .md")
+        raise DataError(f"{path} contains no file that ends in .txt or .md")
     size = sum(file.stat().st_size for file in files)
     if size > _MAX_TEXT_BYTES:
         gib = size / 2**30
-        raise DataError(f"{path}: {gib:.1f} GiB of text; the limit is 1 GiB")
+        raise DataError(f"{path} contains {gib:.1f} GiB of text; the limit is 1 GiB")
     for file in files:
         # It refuses pipes and devices, which may never end.
         content = read_regular(file, _MAX_TEXT_BYTES)
         if b"\0" in content:
-            raise DataError(f"{file}: not a text, because it contains null bytes")
+            raise DataError(f"{file} is not a text file: it contains null bytes")
         try:
             yield content.decode("utf-8-sig")  # without a byte order mark
         except UnicodeDecodeError as error:
-            raise DataError(f"{file}: not UTF-8 (at byte {error.start:,})") from None
+            raise DataError(
+                f"{file} is not UTF-8 (at byte {error.start:,}): convert the file"
+            ) from None

@@ -86,7 +86,7 @@ class BytePairs:
     def __init__(self, content: str, source: str = "the tokenizer"):
         with needed_for("byte pairs"):
             from tokenizers import Tokenizer
-        with _library_errors(f"{source}: no tokenizer.json"):
+        with _library_errors(f"{source} is not a tokenizer.json"):
             self._tokenizer = Tokenizer.from_str(content)
         # The file may have been saved with these on, for a model with inputs of one length: they
         # would silently cut off each text, or fill it up.
@@ -95,7 +95,7 @@ class BytePairs:
         size = self._tokenizer.get_vocab_size()
         if not 1 < size <= _MAX_VOCABULARY:
             raise DataError(
-                f"{source}: has {size:,} tokens; it needs from 2 to {_MAX_VOCABULARY:,}"
+                f"{source} has {size:,} tokens; a tokenizer needs 2 to {_MAX_VOCABULARY:,}"
             )
         self.saved = {"tokenizer": content}
 
@@ -197,7 +197,7 @@ def make_tokens(texts: Sequence[str], tokenizer: str | None, vocabulary: int | N
     """
     if vocabulary is not None and tokenizer != BPE:
         raise DataError(
-            "a vocabulary is the number of byte pairs to learn: give --tokenizer bpe too"
+            "--vocabulary needs --tokenizer bpe: it is the number of byte pairs to learn"
         )
     if tokenizer is None:
         return Characters.of("".join(texts))
@@ -214,7 +214,7 @@ def make_tokens(texts: Sequence[str], tokenizer: str | None, vocabulary: int | N
     except OSError as error:
         raise DataError(f"{tokenizer}: cannot be read ({error.strerror})") from error
     except UnicodeDecodeError:
-        raise DataError(f"{tokenizer}: no tokenizer.json (not UTF-8)") from None
+        raise DataError(f"{tokenizer} is not a tokenizer.json: it is not UTF-8") from None
     return BytePairs(content, tokenizer)
 
 
@@ -232,7 +232,7 @@ def saved_tokens(state: dict[str, Any]) -> Tokens | None:
         return None
     content = state[name]
     if not isinstance(content, str):
-        raise DataError(f"the {name} of the checkpoint is not a text, but {type(content).__name__}")
+        raise DataError(f"the {name} of the checkpoint is a {type(content).__name__}, not a text")
     tokens: Tokens
     if name == "tokenizer":
         tokens = BytePairs(content)
@@ -241,6 +241,6 @@ def saved_tokens(state: dict[str, Any]) -> Tokens | None:
     count = len(tokens.names)
     classes = state["classes"]
     if count != classes:
-        counts = f"{count:,} tokens, and the model {classes:,}"
+        counts = f"{count:,} tokens, but the model has {classes:,}"
         raise DataError(f"the {name} of the checkpoint has {counts}")
     return tokens

@@ -93,7 +93,7 @@ def _require_possible(kind: str | None, reduce_dtype: str, timeout_s: float) -> 
         )
     if reduce_dtype != "fp32":
         raise ParallelError(
-            f"reduce dtype {reduce_dtype} needs --parallel: one process sums no gradients"
+            f"reduce dtype {reduce_dtype} needs --parallel: a single process does not sum gradients"
         )
 
 
@@ -106,9 +106,11 @@ def _require_parallel_possible(kind: str) -> None:
         )
     if missing:
         start = "torchrun --nproc-per-node N -m amp_lab train …"
-        raise ParallelError(f"parallel {kind}: start it with {start}, which sets {missing}")
+        raise ParallelError(f"--parallel {kind} needs {missing}: start with {start}")
     if not dist.is_available():
-        raise ParallelError(f"parallel {kind}: this torch was built without torch.distributed")
+        raise ParallelError(
+            f"--parallel {kind} needs torch.distributed, which this torch does not have"
+        )
 
 
 def _select_device(device: torch.device) -> torch.device:
@@ -125,15 +127,15 @@ def _select_device(device: torch.device) -> torch.device:
     processes_here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if device.index is not None and processes_here > 1:
         raise ParallelError(
-            f"device {device}: each process needs its own; give {device.type} alone"
+            f"device {device}: each process needs another device; give only {device.type}"
         )
     index = device.index
     if index is None:
         index = int(os.environ["LOCAL_RANK"])
     count = torch.get_device_module(device.type).device_count()
     if index >= count:
-        problem = f"this machine has fewer {device.type} devices than processes, {count}"
-        raise ParallelError(f"{problem}: start one for each, torchrun --nproc-per-node {count}")
+        problem = f"this machine has only {count} {device.type} devices, fewer than processes"
+        raise ParallelError(f"{problem}: start {count} with torchrun --nproc-per-node {count}")
     torch.accelerator.set_device_index(index)  # otherwise NCCL in every process uses device 0
     return torch.device(device.type, index)
 
