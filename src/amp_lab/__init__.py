@@ -1,8 +1,8 @@
-"""The tools of the AMP Lab notebooks, for your own model and device.
+"""The tools of the AMP Lab notebooks, for your model and your device.
 
     from amp_lab import Precision, describe_device, measure, pick_device
 
-`import amp_lab` alone is fast, because torch is loaded only when you first use one of the names.
+`import amp_lab` is fast, because it does not load torch. The first use of a name loads torch.
 """
 
 import importlib

@@ -13,11 +13,12 @@ class Candidate:
 
     recipe: Recipe
     verdict: str = ""  # such as "recommended", "slower", "unlike fp32", "raises", "does not fit"
-    reason: str = ""
-    peak_bytes: int | None = None  # forecast
-    largest_batch: int | None = None  # forecast
-    against_fp32: str = ""  # how far its gradients and losses, or its output, are from fp32's
-    losses: tuple[float, ...] = ()  # of its first training steps
+    reason: str = ""  # the reason for the verdict
+    peak_bytes: int | None = None  # forecast of the peak memory
+    largest_batch: int | None = None  # forecast of the largest batch that fits
+    against_fp32: str = ""
+    """How far the gradients and losses, or the output, are from those in fp32."""
+    losses: tuple[float, ...] = ()  # losses of the first training steps
     time_s: Estimate | None = None  # seconds of a step, measured in turns with other recipes
     speedup: Ratio | None = None  # time of the baseline over the time of this recipe
     # Rough seconds of a step, from the check: the fastest in training, the median in inference.

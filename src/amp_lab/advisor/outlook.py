@@ -90,10 +90,10 @@ def trace_and_forecast(
 ) -> Outlook:
     """X-ray a model in bf16 and fp16, and forecast its memory.
 
-    Give `gpu` if the device is not in this machine. `memory`, such as ``"24GiB"``, is the budget;
-    by default it is the memory of the device. If the model cannot be traced, the function raises
-    `TraceError` for an absent device. If the device is in this machine, the model may still run, so
-    the error is stored as `problem`.
+    Give `gpu` if the device is not in this machine. `memory`, such as ``"24GiB"``, is the memory
+    budget. The default is the memory of the device. If the model cannot be traced and the device is
+    absent, the function raises `TraceError`. If the device is in this machine, the model may still
+    run, so the function stores the error as `problem`.
     """
     outlook = Outlook(device)
     if memory is not None:
@@ -115,7 +115,7 @@ def trace_and_forecast(
 
 
 def forecast(call: ModelCall, outlook: Outlook, gpu: Gpu) -> Advice:
-    """Advice for a GPU that is not in this machine: X-rays and forecasts, without times."""
+    """Return the advice for a GPU that is not in this machine: dtypes and memory, but no times."""
     matmuls = gpu.architecture.matmuls
     precisions = [Precision.FP32]
     if Precision.TF32 in matmuls:

@@ -36,23 +36,24 @@ img {{ background: white; height: auto; max-width: 100% }}
 
 @dataclass(frozen=True, repr=False)
 class Advice(Printed):
-    """Which precision to use for a model on a device; print it to read it."""
+    """The recommended precision for a model on a device. Print the object to read the advice."""
 
     title: str  # the model and the device
-    candidates: list[Candidate]  # for each use, the best first
-    chosen: dict[str, Candidate]  # by use, "training" and "inference"
-    programs: dict[str, str]  # by use: the lines to write, which ran here
-    watch: list[str]
+    candidates: list[Candidate]  # the candidates for each use, best first
+    chosen: dict[str, Candidate]  # the recommendation for "training" and "inference"
+    programs: dict[str, str]  # the code to write for each use; `advise` has run this code
+    watch: list[str]  # remarks on the measurement and the model
 
     @property
     def recommended(self) -> Candidate | None:
-        """The recipe for training, or for inference if it cannot be trained; None without one."""
+        """The recommended recipe for training, else for inference; None if there is none."""
         return next(iter(self.chosen.values()), None)  # training comes first
 
     def to_html(self, path: str | PathLike[str]) -> None:
-        """Write everything to one HTML page, with a picture of the times.
+        """Write the advice to one HTML page, with a figure of the times.
 
-        Raises `OptionError` if it cannot be written, and `RequirementError` without matplotlib.
+        Raises `OptionError` if the page cannot be written, and `RequirementError` without
+        matplotlib.
         """
         page = _PAGE.format(
             generator=html.escape(GENERATOR),

@@ -81,27 +81,28 @@ def advise(
     gpu: str | None = None,
     **kwargs: Any,
 ) -> Advice:
-    """Recommend a precision for a model on a device, with the lines to write for it.
+    """Recommend a precision for a model on a device, with the code to write for it.
 
-    A recipe is a precision with options: cast weights, memory format, compilation. For each recipe,
-    `advise` forecasts the memory, compares copies of the model with fp32, and times them.
+    A recipe is a precision with options, such as cast weights, a memory format or compilation. For
+    each recipe, `advise` forecasts the memory, compares a copy of the model with fp32, and times
+    that copy.
 
     Args:
         model: The model. It is neither changed nor moved.
         *inputs: A batch, as the model takes it.
-        device: The device. None is the choice of `pick_device`. For a device that is not in this
-            machine, `advise` forecasts dtypes and memory, and times nothing.
-        loss_fn: A function that computes the loss from the output. None is the loss in the output,
-            or the mean square of the output.
+        device: The device. If None, `pick_device` chooses it. If the device is not in this machine,
+            `advise` forecasts dtypes and memory, and measures no times.
+        loss_fn: A function that computes the loss from the output. If None, the loss is the one in
+            the output or, without one, the mean square of the output.
         minutes: About how many minutes the measurement takes.
-        memory: The memory budget in bytes, or with a unit: ``"24GiB"``. None is the memory of the
-            device.
+        memory: The memory budget in bytes, or with a unit: ``"24GiB"``. If None, the budget is the
+            memory of the device.
         gpu: A GPU to forecast for, such as ``"rtx-4090"``: a name in `core.gpus.GPUS`. Give either
             `gpu` or `device`.
         **kwargs: The keyword arguments of the call.
 
     Returns:
-        An `Advice`. Print it to see the ranking, the remarks and the programs.
+        An `Advice`. Print it to see the ranking, the remarks and the code.
 
     Raises:
         OptionError: If both `device` and `gpu` are given, or if `gpu` is unknown.
@@ -140,8 +141,8 @@ def _absent_gpu(device: torch.device | str | None, gpu: str | None) -> Gpu | Non
 def measured(call: ModelCall, outlook: Outlook, seconds: float, beginning: str = "") -> Advice:
     """Check, time and rank the recipes on the device of `outlook`, in about `seconds`.
 
-    `beginning` is code that makes model and inputs. With it, each program is run as a whole before
-    it is printed.
+    `beginning` is code that creates the model and the inputs. If you give it, each program runs as
+    a whole before it is printed.
     """
     end = time.perf_counter() + seconds
     report = describe_device(outlook.device)

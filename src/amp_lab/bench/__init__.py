@@ -1,4 +1,4 @@
-"""The speed ladder: time workloads in each precision, with one optimization after the other.
+"""The speed ladder: time workloads in each precision, with one optimization after another.
 
 An optimization is called a rung. Each time is compared with the roofline of the device.
 """

@@ -13,7 +13,7 @@ from amp_lab.core.report import Printed, Table
 
 @dataclass(repr=False)
 class BenchComparison(Printed):
-    """Several results side by side: the rows that all results have.
+    """Several results side by side. Only rows that all results have are compared.
 
     Raises `OptionError` if the results have no row in common.
     """
@@ -34,7 +34,8 @@ class BenchComparison(Printed):
     def common(self) -> list[tuple[Row, ...]]:
         """The rows that have figures in all results, in the order of the first result.
 
-        Each tuple has the same workload, precision and rung from each of the results.
+        Each tuple contains one row from each result, all with the same workload, precision and
+        rung.
         """
         by_key: dict[tuple[str, ...], list[Row]] = {}
         for result in self.results:
@@ -55,10 +56,10 @@ class BenchComparison(Printed):
         return {"names": self.names, "rows": contents}
 
     def best_speedups(self) -> dict[str, dict[str, Ratio]]:
-        """Return the best speed-up by name of the result and title, for `plots.best_speedups`.
+        """Return the best speed-up of each result and title, for `plots.best_speedups`.
 
-        Only rows that all results have count. A speed-up that is not trusted is used only if its
-        title has no trusted speed-up.
+        Rows that not all results have are ignored. An untrusted speed-up is used only for a title
+        without a trusted one.
         """
         best: list[dict[str, Ratio]] = [{} for _ in self.results]
         for rows in self.common():

@@ -16,7 +16,7 @@ LEVELS = 4
 def quantized_sine(
     size: int = 512, device: torch.device | str = "cpu"
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``(inputs, target)``, the only training example, in float32.
+    """Return ``(inputs, target)`` in float32. This pair is the only training example.
 
     The inputs (1, 2, size, size) are the x and y coordinate of each pixel, in [0, 1]. The target
     (1, 1, size, size) is cos(4·2πx) + cos(2·2πy), scaled to [0, 1] and rounded to `LEVELS` levels.
@@ -38,7 +38,7 @@ def quantized_sine(
 
 
 class ConvModel(nn.Sequential):
-    """Three times 1x1 convolution, batch normalisation and ReLU, then a 1x1 convolution.
+    """Three blocks of 1x1 convolution, batch normalisation and ReLU, then a 1x1 convolution.
 
     Maps (B, 2, H, W) to (B, 1, H, W); the first three convolutions have `hidden` output channels.
     """

@@ -29,13 +29,13 @@ BLOCK = 4096
 
 
 class FusedStep:
-    """Loss and gradients of a `ConvModel` whose batch normalisation is in training mode.
+    """A step that computes loss and gradients of a `ConvModel` in training mode.
 
     Calling it with inputs (1, 2, H, W) and target (1, 1, H, W) returns the mean squared error,
     replaces every `.grad`, and updates the running statistics. Weights and gradients are float32;
     activations and matmuls have `dtype`. The biases before a batch normalisation get a gradient of
-    exactly zero, where autograd gets rounding errors. With `compiled`, torch.compile makes one
-    kernel of each chain of elementwise ops.
+    exactly zero; autograd computes rounding errors there. With `compiled`, torch.compile fuses each
+    chain of elementwise ops into one kernel.
     """
 
     # Set by `_start`, for one call. Shapes are with P pixels and C channels.

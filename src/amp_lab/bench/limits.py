@@ -97,7 +97,7 @@ class Count:
 
 
 def measure_ceilings(device: torch.device) -> Ceilings:
-    """Time matmuls, copies and sums on a device; the fastest of several calls is the limit."""
+    """Time matmuls, copies and sums on a device. The fastest of several calls is the peak rate."""
     known_rates = describe_device(device).rates  # FLOP/s, measured in less time than here
     rates = {name: rate for name, rate in known_rates.items() if rate is not None}
     n = filling_size(device, _largest_sizes(device).edge, seconds=_LONG_S)
@@ -179,10 +179,10 @@ class _BytesMoved(TorchDispatchMode):
 def count_step(
     step: Callable[[], object], model: nn.Module, inputs: torch.Tensor, *, training: bool
 ) -> Count:
-    """Count FLOPs and bytes of one call of `step`, which must be eager, by running it twice.
+    """Count the FLOPs and bytes of one call of `step`, an eager function, by calling it twice.
 
-    Inference has to read at least the inputs and the weights, in their dtypes. A training step with
-    Adam also reads and writes each weight and two numbers of optimizer state, in fp32.
+    Inference reads at least the inputs and the weights, in their dtypes. A training step with Adam
+    also reads and writes, in fp32, each weight and its two numbers of optimizer state.
     """
     with FlopCounterMode(display=False, custom_mapping=FLOP_FORMULAS) as flops:
         step()

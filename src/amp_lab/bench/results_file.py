@@ -21,7 +21,7 @@ _POSITIVE = ("median_s", "samples_s", "speedup", "speedup_interval")  # fields t
 
 
 def load_results(path: str | os.PathLike) -> Results:
-    """Read the results in a file. Raises `OptionError` with the file's name and what is wrong."""
+    """Read the results in a file. Raises `OptionError` if the file is missing or wrong."""
     try:
         content = read_json(Path(path))
     except OSError as error:

@@ -104,22 +104,23 @@ def run_bench(
     say: Callable[[str], None] = lambda line: None,
     after_round: Callable[[Results], None] = lambda results: None,
 ) -> Results:
-    """Time workloads in every precision on every rung, against fp32 eager and the device's limits.
+    """Time workloads in every precision on every rung, and compare the times with the roofline.
 
     `names` selects the workloads; `precisions` and `rungs` select the rows. The default is all
     workloads and rungs, in the precisions that the device accelerates. fp32 and eager are always
     included, since the others are compared with them.
 
-    First, every rung of a workload is tried. A rung that computes something else (`TOLERANCES`),
-    fails, or runs out of memory gets that status, and so does a precision that the hardware only
-    emulates. Then the rungs take turns for `rounds` rounds. By default, rounds are timed until
-    enough of them were undisturbed to trust the result, at most 24 (18 if `quick`). A `quick` run
-    has small sizes, leaves out rungs that take long to compile, and ends in three minutes; rows
-    with too few rounds by then are not trusted.
+    First, every rung of a workload runs once. A rung gets a status instead of a time if its result
+    is wrong (`TOLERANCES`), if it fails or runs out of memory, or if the hardware only emulates its
+    precision. Then the rungs take turns for `rounds` rounds. By default, the timing continues until
+    enough rounds were undisturbed, for at most 24 rounds (18 if `quick`). A `quick` run uses small
+    sizes, leaves out rungs that compile slowly, and ends within three minutes. Rows with too few
+    rounds are not trusted.
 
     `say` is called with a line before each measurement. `after_round` is called with the results so
-    far; a `KeyboardInterrupt` returns them, marked as not complete. On a CPU, the process keeps
-    freed memory from then on (`keep_memory`). Raises `OptionError` for an unknown name.
+    far. After a `KeyboardInterrupt`, the function returns these results, marked as incomplete. On a
+    CPU, the process keeps freed memory after this call (`keep_memory`). Raises `OptionError` for an
+    unknown name.
     """
     _check_names("workload", names, list(WORKLOADS))
     _check_names("precision", precisions, [str(p) for p in Precision])

@@ -20,16 +20,17 @@ from amp_lab.core.errors import OptionError
 
 
 class TiledStep(FusedStep):
-    """A `FusedStep` in a dtype of its kernels, for sizes that are multiples of their tiles.
+    """A `FusedStep` with tiled kernels, for sizes that are multiples of the tiles.
 
     On a CPU the dtype has to be bf16.
 
-    On a CPU, channels and pixels have to be multiples of 32. On a GPU, pixels have to be a multiple
-    of 64, and channels a power of two from 32.
+    On a CPU, channels and pixels must be multiples of 32. On a GPU, pixels must be a multiple of
+    64, and channels a power of two, 32 or more.
 
-    The first step of a process compiles the kernels, which takes some seconds. Raises `OptionError`
-    where they cannot be compiled or cannot run, see `tiled_unsupported_reason`. `tiles` is a
-    class of kernels, `CppTiles` or `TritonTiles`; the default is the one for the model's device.
+    The first step of a process compiles the kernels, which takes a few seconds. Raises
+    `OptionError` if the kernels cannot be compiled or cannot run (see `tiled_unsupported_reason`).
+    `tiles` is a class of kernels, `CppTiles` or `TritonTiles`. The default is the class for the
+    model's device.
     """
 
     def __init__(
@@ -130,7 +131,7 @@ def _tiles_of(device: torch.device) -> type:
 
 
 def tiled_unsupported_reason(device: torch.device | str = "cpu") -> str | None:
-    """The reason why `TiledStep` cannot run on a device, in a line; None if it can."""
+    """Return the reason why `TiledStep` cannot run on a device, or None if it can."""
     if backend(device).is_host:
         return cpp_unsupported_reason()
     has_package = importlib.util.find_spec("triton") is not None

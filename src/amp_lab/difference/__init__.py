@@ -39,16 +39,17 @@ def first_difference(
 
     - fp32 with bf16;
     - two versions of a model;
-    - two batch sizes (only the rows that both have);
+    - two batch sizes (only rows that both batches have are compared);
     - two devices;
-    - a model with its compiled version (by module, because a compiled model hides its ops).
+    - a model and its compiled version (module by module, because the ops of a compiled model are
+      not visible).
 
     Only the forward passes are compared. Both runs draw the same random numbers. Afterwards the
     buffers have their old values again.
 
-    Errors that grow over many ops do not count as a difference. `compare_runs` shows how large they
-    become. The comparison takes about ten times as long as a run. It also needs memory for the
-    results of all ops, twice, in fp64.
+    Errors that grow over many ops do not count as a difference. `compare_runs` shows how large
+    these errors become. The comparison takes about ten times as long as a run. It also needs memory
+    for two fp64 copies of the results of all ops.
 
     Args:
         run_a: A model, or a function that calls models.
@@ -58,14 +59,14 @@ def first_difference(
         **kwargs: The keyword arguments of both runs.
 
     Returns:
-        A `Difference` with module, op, dtypes, size and reason; None if there is no such op.
+        A `Difference` with module, op, dtypes, size and reason; None if rounding explains every op.
 
     Raises:
         NumericsError: If a run cannot be called or raises, or if the runs have no op in common.
 
     Source:
-        Each op is also computed in fp64, twice. With fp64 inputs, this shows whether both runs
-        compute the same function. With the op's actual inputs, this shows how much the op rounds.
+        Each op is also computed in fp64, twice: first with fp64 inputs, to check that both runs
+        compute the same function; then with the actual inputs, to measure how much the op rounds.
         `amp_lab.difference.rounding` has the error model.
 
     Example:
@@ -81,11 +82,12 @@ def compare_runs(
 ) -> RunComparison:
     """Compare two runs as `first_difference` does, and return all measurements.
 
-    They show how errors grow, and which ops only one run has. Even if rounding explains each op,
-    the final results may differ a lot, because errors grow on the way. `end_a` and `end_b` are the
-    errors of the final results, and `jump` is the op at which the larger one grew most.
+    The measurements show how errors grow, and which ops only one run has. Even if rounding explains
+    the error of each op, the final results may differ a lot, because errors grow from op to op.
+    `end_a` and `end_b` are the errors of the final results. `jump` is the op at which the larger of
+    these errors grew most.
 
-    Takes the arguments of `first_difference`, and raises the same errors.
+    The arguments and the errors are those of `first_difference`.
     """
     # The compiler fuses ops, so a compiled model can only be compared by module.
     if is_compiled(run_a) or is_compiled(run_b):

@@ -31,13 +31,13 @@ class Difference(Printed):
     kind: str  # such as "function", see `findings`; "module" for a compiled model
     module: str  # qualified name of the module that ran the op; "": the model itself
     module_type: str
-    call: int  # which call of that module, from 1
-    op: str | None  # such as "addmm", the op of B if both runs have one; None: not known
+    call: int  # number of the module's call, from 1
+    op: str | None  # such as "addmm"; the op of run B if both runs have one, None if it is unknown
     op_a: str | None  # the op of run A; None if A has no op there
     op_b: str | None
     dtype_a: torch.dtype | None
     dtype_b: torch.dtype | None
-    size: float  # of the difference, relative to the size of the result
+    size: float  # size of the difference, relative to the size of the result
     predicted: float  # the largest difference that rounding explains, in the same unit
     reason: str  # a sentence
 
@@ -90,19 +90,20 @@ class Jump:
 
 @dataclass(frozen=True, repr=False)
 class RunComparison(Printed):
-    """Two runs, compared op by op; or module by module if one is compiled."""
+    """The comparison of two runs, op by op; module by module if one run is compiled."""
 
     first: Difference | None  # the first divergence
-    matched: int  # how many ops or modules were compared
-    only_a: int  # how many only A has
+    matched: int  # number of ops or modules that were compared
+    only_a: int  # number of ops or modules that only run A has
     only_b: int
     format_a: str  # such as "bf16 on cpu"; "eager" or "compiled" if one run is compiled
     format_b: str
     unit: str  # "ops" or "modules"
     growth: tuple[Growth, ...]
-    end_a: float  # largest relative error of what run A returns, compared with fp64
+    end_a: float  # largest relative error of the output of run A, compared with fp64
     end_b: float
-    jump: Jump | None = None  # in the run with the larger error at the end; None for modules
+    jump: Jump | None = None
+    """The op at which the error of the less accurate run grew most; None for modules."""
     remarks: tuple[str, ...] = ()  # further sentences
 
     def _table(self) -> Table:

@@ -1,4 +1,4 @@
-"""Find the failure behind a message or a symptom: the reference, and `explain`."""
+"""Find the cause of an error message or a symptom in the reference of failures."""
 
 from amp_lab.failures.explanation import Explanation, OwnLine, explain, read_explanation
 from amp_lab.failures.reference import Failure, Page, Reference, load_reference

@@ -33,7 +33,7 @@ _LIBRARY = re.compile(r"site-packages|dist-packages|[\\/]lib[\\/]python\d|<froze
 
 @dataclass(frozen=True)
 class OwnLine:
-    """The last line of the user's own code in a traceback."""
+    """The last line of your code in a traceback."""
 
     file: str
     line: int
@@ -43,34 +43,34 @@ class OwnLine:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What is known of a text: the failures it is about, or else the nearest pages."""
+    """The result of a search: the failures that match a text, or else the nearest pages."""
 
     failures: tuple[Failure, ...]
     """Best first; empty if the text is unknown."""
     nearest: tuple[Failure | Page, ...] = ()
-    """Where an unknown text has the most words in common with."""
+    """For an unknown text, the pages that have the most words in common with it."""
     own_line: OwnLine | None = None
     by_message: bool = False
-    """Whether a code or a message was recognised; otherwise the failures were found by words."""
+    """Whether the text has a known code or message; if not, the failures were found by words."""
 
 
 def explain(text: str) -> list[Failure]:
-    """Find the failures that a message, a log or a description of a symptom is about.
+    """Find the failures that match an error message, a log or the description of a symptom.
 
-    A code such as ``AMP0004`` in the text comes first. The tools print it at the end of their
-    advice. A message is recognised although dtypes, numbers, names, prefixes and line breaks
-    differ. Of a log, the last error counts most. A description is compared by its words (BM25, by
-    lunr).
+    `explain` first looks for a code such as ``AMP0004``, which the tools print at the end of their
+    advice. Then it looks for a known message. Dtypes, numbers, names, prefixes and line breaks may
+    differ from the known message. In a log, the last error counts most. A description is compared
+    with the reference by its words (BM25, by lunr).
 
     Args:
         text: The code of a failure, an error message, a warning, a whole log, or a symptom in your
             own words. Only the last million characters are read.
 
     Returns:
-        The failures, best first, at most three. The list is empty if the text is unknown.
+        At most three failures, the best match first. The list is empty if the text is unknown.
 
     Raises:
-        TypeError: If `text` is not a string, such as the exception itself: pass ``str(error)``.
+        TypeError: If `text` is not a string. For an exception, pass ``str(error)``.
 
     Example:
         found = explain("RuntimeError: expected scalar type BFloat16 but found Float")
@@ -82,7 +82,7 @@ def explain(text: str) -> list[Failure]:
 
 
 def read_explanation(text: str, reference: Reference | None = None) -> Explanation:
-    """Like `explain`, with the nearest pages, and the user's own line of a traceback."""
+    """Find failures as `explain` does, and also the nearest pages and your line in a traceback."""
     reference = reference or load_reference()
     text = text[-MAX_CHARACTERS:]
     own_line = last_own_line(text)

@@ -24,28 +24,29 @@ class Failure:
     """A failure of the reference."""
 
     code: str
-    """Its stable code, such as ``AMP0004``."""
+    """The code of the failure, such as ``AMP0004``. It never changes."""
     title: str
     """What goes wrong, in a few words."""
     cause: str
-    """Why it happens."""
+    """The cause of the failure."""
     cure: str
     """What to do."""
     page: str
-    """Where more is written: a path in the repository, with the anchor of the section."""
+    """The section with more detail: a path in the repository with an anchor."""
     unsafe: str = ""
-    """A cure that people find elsewhere, and why it is unsafe; empty if there is none."""
+    """An unsafe cure that people find elsewhere, and the reason why it is unsafe; empty if there is
+    none."""
     messages: tuple[str, ...] = ()
-    """The messages that lead here, with placeholders such as ``{dtype}``."""
+    """The messages of this failure, with placeholders such as ``{dtype}``."""
     symptoms: tuple[str, ...] = ()
-    """What people see and describe where no message is printed."""
+    """What people notice if no message is printed."""
     words: str = ""
     """Other words that people search for."""
     general: bool = False
-    """Whether its messages often have other causes, so that they count only beside a word of the
-    subject."""
+    """Whether the messages often have other causes. Such a message counts only if the text also has
+    a subject word."""
     torch: str = ""
-    """Which versions of torch raise it; empty if all supported versions do."""
+    """The versions of torch with this failure; empty if all supported versions have it."""
     sources: tuple[str, ...] = ()
     """Addresses of reports and of documentation."""
 
@@ -57,12 +58,12 @@ class Page:
     title: str
     page: str
     words: str
-    """Its headings, and the questions that it answers."""
+    """The headings of the page, and the questions that the page answers."""
 
 
 @dataclass(frozen=True)
 class Reference:
-    """All failures and pages, and what finds them."""
+    """All failures and pages, with the data for the search."""
 
     failures: dict[str, Failure]
     """By code."""
@@ -70,21 +71,22 @@ class Reference:
     pages: dict[str, Page]
     """By path."""
     subject_words: frozenset[str]
-    """Words of which a message about precision has at least one, as `terms_of` gives them."""
+    """Subject words. A message about precision has at least one, in the form that `terms_of`
+    returns."""
     symptom_words: frozenset[str]
-    """Further words of which a description without a message may have one instead."""
+    """More words. A description without a message must have one of these or a subject word."""
     synonyms: dict[str, str]
-    """A word that people type, and the word that the index has for it."""
+    """The index word for each synonym that people type."""
 
     @functools.cached_property
     def index(self) -> Any:
-        """A lunr index of failures by code and pages by path. A message is found without it."""
+        """The lunr index of failures by code and pages by path, for texts without a message."""
         return build_index(self.failures.values(), self.pages.values(), self.synonyms)
 
 
 @functools.cache
 def load_reference() -> Reference:
-    """Read the reference that comes with the package."""
+    """Read the reference that is part of the package."""
     return reference_from(read_data(resources.files("amp_lab.failures").joinpath("data")))
 
 

@@ -1,4 +1,4 @@
-"""Numbers below 16 bits on any machine: FP8, MX, NVFP4 and INT8, with their shared scales.
+"""Formats below 16 bits on any machine: FP8, MX, NVFP4 and INT8, with their shared scales.
 
 The results are the same as on hardware with these formats, but the speed is not. `quantize` rounds
 a tensor to a format, and `quantized_linear` multiplies such tensors.

@@ -28,16 +28,17 @@ _DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def hopper_matmul(left: Tensor, right: Tensor, *, fast_accum: bool = True) -> Tensor:
-    """``left @ right.T`` of FP8 tensors, summed as on an H100.
+    """Compute ``left @ right.T`` of FP8 tensors with the summation of an H100.
 
-    This is slow: it computes every product by itself. It does not cover the order in which cuBLAS
-    adds the parts of a very long sum.
+    The function is slow, because it computes every product separately. It does not model the order
+    in which cuBLAS adds the parts of a very long sum.
 
     Args:
         left: (rows, K), in `torch.float8_e4m3fn` or `torch.float8_e5m2`, finite.
         right: (columns, K), likewise.
-        fast_accum: As `use_fast_accum` of `torch.nn.functional.scaled_mm`: whether one sum takes
-            all products. If not, partial sums of 128 products are added in fp32.
+        fast_accum: Whether one sum accumulates all products, as with `use_fast_accum` of
+            `torch.nn.functional.scaled_mm`. If false, partial sums of 128 products are added in
+            fp32.
 
     Returns:
         The sums (rows, columns) in fp32, before any scale.

@@ -17,11 +17,11 @@ _FP32_EXPONENT = 0x7F800000  # a mask of the exponent's bits
 
 @dataclass(frozen=True)
 class Element:
-    """A number format of 16 bits or fewer; `largest` is its largest finite magnitude.
+    """A number format of 16 bits or fewer. `largest` is the largest finite magnitude.
 
-    `mantissa_bits` are the stored bits of the mantissa. `least_exponent` is the exponent of the
-    smallest normal number; below that number the spacing stays the same down to zero. For `int8`
-    the spacing is 1 everywhere, so it has no subnormal numbers.
+    `mantissa_bits` is the number of stored bits of the mantissa. `least_exponent` is the exponent
+    of the smallest normal number. Between zero and this number, the spacing is constant. In `int8`
+    the spacing is 1 everywhere, so `int8` has no subnormal numbers.
     """
 
     name: str
@@ -33,7 +33,7 @@ class Element:
 
     @property
     def smallest_normal(self) -> float:
-        """The smallest magnitude that has all mantissa bits; 1 for `int8`, which has no others."""
+        """The smallest magnitude with all mantissa bits; 1 for `int8`."""
         if self.dtype is torch.int8:
             return self.smallest
         return 2.0**self.least_exponent
@@ -45,7 +45,7 @@ class Element:
 
     @property
     def overflow(self) -> float:
-        """The smallest magnitude that would round to more than `largest`: half a spacing above."""
+        """The smallest magnitude that overflows: half a spacing above `largest`."""
         spacing = 2.0 ** (self.largest_exponent - self.mantissa_bits)
         return self.largest + spacing / 2
 
@@ -58,10 +58,10 @@ class Element:
     def round(self, values: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Round `values` to the nearest numbers of this format, in fp32 and of the same shape.
 
-        A value halfway between two numbers goes to the even one. With a `generator`, on the device
-        of the values, rounding is stochastic: a value goes to the number above or below it, and the
-        mean over many draws is the value. Magnitudes above `largest`, infinity too, become
-        `largest`; NaN stays NaN.
+        A value halfway between two numbers is rounded to the even one. With a `generator` on the
+        device of the values, rounding is stochastic: a value becomes the number above or below it,
+        and the mean over many draws is the value. Magnitudes above `largest`, also infinity, become
+        `largest`. NaN stays NaN.
         """
         return self.round_(values.to(torch.float32, copy=True), generator)
 

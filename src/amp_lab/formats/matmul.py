@@ -23,11 +23,11 @@ class MatmulFormats:
     """The formats of the operands in the three matmuls of a linear layer's training step.
 
     - `values` is the format of the input and the weight.
-    - `gradient` is the format of the output's gradient; None: as `values`.
-    - `grad_weight` is the format of both operands of wgrad, the gradient of the weight; None: as in
-      the other matmuls.
-    - With `hadamard`, wgrad's operands go through a Hadamard transform first, which spreads
-      outliers over their block.
+    - `gradient` is the format of the output's gradient. None is the format in `values`.
+    - `grad_weight` is the format of both operands of wgrad, the gradient of the weight. None is the
+      format that they have in the other matmuls.
+    - If `hadamard` is set, a Hadamard transform is applied to the operands of wgrad first. The
+      transform spreads outliers over their block.
     - With a `generator`, gradients are rounded stochastically.
     """
 
@@ -38,7 +38,7 @@ class MatmulFormats:
     generator: torch.Generator | None = None
 
     def of(self, which: str) -> tuple[Format, Format]:
-        """The formats ``(left, right)`` of the operands of one of `MATMULS`, see `matmul`."""
+        """The formats ``(left, right)`` of the operands of one of the `MATMULS`; see `matmul`."""
         if which == GRAD_WEIGHT and self.grad_weight:
             both = format_of(self.grad_weight)
             return both, both
@@ -54,11 +54,11 @@ class MatmulFormats:
         right: Tensor,
         counts: Sequence[Counts | None] = (None, None),
     ) -> Tensor:
-        """``left @ right.T`` for one of `MATMULS`, with both operands rounded to their formats.
+        """Compute ``left @ right.T`` for one of `MATMULS`, with operands rounded to their formats.
 
-        The matmul sums over the last dimension, and blocks and rows lie along this dimension. In
-        the two matmuls of the backward pass, `left` is the gradient. `counts`, one for each
-        operand, count the values that were clipped, flushed and so on. The result is in fp32.
+        The matmul sums over the last dimension. Blocks and rows of the formats also run along this
+        dimension. In the two matmuls of the backward pass, `left` is the gradient. `counts` has a
+        `Counts` for each operand, which counts clipped and flushed values. The result is in fp32.
         """
         left_format, right_format = self.of(which)
         if which == GRAD_WEIGHT:
@@ -138,15 +138,15 @@ def inference_recipe(form: str | Format) -> MatmulFormats:
 def quantized_linear(
     values: Tensor, weight: Tensor, formats: str | Format | MatmulFormats
 ) -> Tensor:
-    """`values @ weight.T`, of shapes ``(…, in)`` and ``(out, in)``, with rounded operands, in fp32.
+    """Compute `values @ weight.T`, of shapes ``(…, in)`` and ``(out, in)``, with rounded operands.
 
-    The backward pass also rounds the operands of dgrad (gradient of `values`) and wgrad (gradient
-    of `weight`). Each matmul quantises its operands along the dimension that it sums over, because
-    the hardware needs blocks and rows along this dimension. So dgrad quantises the weight a second
-    time. Sums are in fp32. Wgrad sums over the rows of `values`; if the rows do not fill a block,
-    zeros are appended.
+    The sums and the result are in fp32. The backward pass also rounds the operands of dgrad
+    (gradient of `values`) and wgrad (gradient of `weight`). The operands of a matmul are quantised
+    along the dimension of the sum, because the hardware needs blocks and rows along this dimension.
+    Therefore dgrad quantises the weight a second time. Wgrad sums over the rows of `values`. If
+    these rows do not fill a block, zeros are appended.
 
-    Raises what `quantize` raises; ``in`` and ``out`` have to be multiples of the format's block.
+    Raises the errors of `quantize`. ``in`` and ``out`` must be multiples of the format's block.
     """
     if not isinstance(formats, MatmulFormats):
         formats = recipe(formats)
@@ -156,9 +156,9 @@ def quantized_linear(
 def hadamard(values: Tensor, size: int = HADAMARD, seed: int = 0) -> Tensor:
     """Apply a random Hadamard transform to every `size` neighbours of the last dimension.
 
-    The signs of the transform are drawn from the seed. The transform is orthogonal, so a matmul of
-    two transformed tensors along this dimension has the same result. Raises `NumericsError` unless
-    `size` is a power of two that divides the dimension.
+    The seed determines the random signs of the transform. The transform is orthogonal, so a matmul
+    of two transformed tensors along this dimension has the same result. Raises `NumericsError` if
+    `size` is not a power of two, or does not divide the dimension.
     """
     length = values.shape[-1]
     is_power_of_two = size > 0 and not size & (size - 1)

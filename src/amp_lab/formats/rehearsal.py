@@ -76,15 +76,15 @@ def rehearse(
     Args:
         model: The model. Copies of it run on its device.
         *inputs: A batch, as the model takes it.
-        formats: Names in `FORMATS`. bf16 is always added.
-        loss_fn: A function that computes the loss from the output. None is the loss in the output,
-            or the mean square of the output.
-        steps: The number of AdamW steps to train on this batch, in each format. With 0, only the
-            single step above runs.
+        formats: Names in `FORMATS`. `rehearse` always adds bf16.
+        loss_fn: A function that computes the loss from the output. If None, the loss is the one in
+            the output or, without one, the mean square of the output.
+        steps: The number of AdamW steps to train on this batch, in each format. With 0, `rehearse`
+            only runs the single step above.
         seeds: The number of seeds to train with.
-        gpu: A name in `core.gpus.GPUS`. Layers that a forecast finds slower there stay in bf16.
-        use: "training" or "inference". None is inference for a model in evaluation mode, and
-            training for any other.
+        gpu: A name in `core.gpus.GPUS`. Layers whose forecast for this GPU is slower stay in bf16.
+        use: "training" or "inference". If None, a model in evaluation mode is used for inference,
+            and any other model for training.
         **kwargs: The keyword arguments of the call.
 
     Returns:
@@ -94,7 +94,7 @@ def rehearse(
     Raises:
         NumericsError: If a format is unknown, if the model has no such matmul, or if it cannot be
             trained or returns nothing to compare.
-        OptionError: If `gpu` or `use` is unknown, or if `steps` or `seeds` does not fit.
+        OptionError: If `gpu` or `use` is unknown, or if `steps` or `seeds` is out of range.
         TraceError: If a step of the model fails.
 
     Source:

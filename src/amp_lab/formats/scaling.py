@@ -30,19 +30,21 @@ class Format:
     - ``(1, 32)`` is one for every 32 neighbours in a row.
 
     `scale` is the number format of a scale: ``fp32``, ``power2`` (a power of two in fp32), ``e8m0``
-    or ``e4m3``. Scales in ``e4m3`` are multiplied by a second scale of the whole tensor, in fp32.
-    ``none`` is a plain cast without scales.
+    or ``e4m3``. For ``e4m3``, the whole tensor has a second scale in fp32. ``none`` is a plain cast
+    without scales.
 
-    `power` is the rounding of an E8M0 scale to a power of two, from the largest magnitude of its
-    block: ``rceil`` (Blackwell's, which clips nothing), ``floor`` (OCP's), ``ceil`` or ``even``.
+    `power` is the rounding of an E8M0 scale to a power of two: ``rceil`` (Blackwell's rounding,
+    which clips nothing), ``floor`` (OCP's rounding), ``ceil`` or ``even``. The scale is computed
+    from the largest magnitude of the block.
 
-    The other fields are for a format that GPUs or libraries have:
+    The other fields describe the support in GPUs and libraries:
 
     - `matmul` is the name of the format in the `matmuls` of GPUs (see `core.gpus`).
-    - `torchao` is the name of torchao's recipe. A forecast of times and torchao's lines need it.
+    - `torchao` is the name of torchao's recipe. Forecasts of times and the code for torchao need
+      this name.
     - `gradient` names the format to which this recipe rounds gradients, if that format differs.
-    - `rank` is the place in the order in which `rehearse` recommends formats that pass: formats
-      that libraries have considered safe for longest come first.
+    - `rank` is the place of the format in the recommendations of `rehearse`. Formats that libraries
+      have considered safe for longest come first.
     """
 
     name: str
@@ -61,9 +63,9 @@ class Format:
 
     @property
     def bits(self) -> float:
-        """Bits for each value, with its share of the block's scale.
+        """The bits of each value, including its share of the block's scale.
 
-        Scales of rows and of tensors are not counted, since their share depends on the shape.
+        Scales of rows and tensors are not included, because their share depends on the shape.
         """
         block_values = math.prod(self.block)
         if not block_values:
@@ -73,9 +75,9 @@ class Format:
 
     @property
     def multiple(self) -> int:
-        """The number that each size of a matmul has to be a multiple of.
+        """Each size of a matmul must be a multiple of this number.
 
-        Today's FP8 and FP4 kernels need multiples of 16, and whole blocks.
+        Today's FP8 and FP4 kernels need whole blocks and multiples of 16.
         """
         if self.scale == "none":
             return 1
@@ -117,7 +119,7 @@ FORMATS = {
 
 @dataclass
 class Counts:
-    """How many values were clipped, flushed and so on when quantised, in all calls together."""
+    """Counts of clipped and flushed values, summed over all calls of `quantize`."""
 
     values: int = 0  # all of them
     nonfinite: int = 0
@@ -168,18 +170,18 @@ def quantize(
 ) -> Tensor:
     """Quantise `values` to a format and dequantise them: returns fp32 in the same shape.
 
-    `form` is a name in `FORMATS` or a `Format`. A row is the last dimension; the dimensions before
-    it are flattened. If the format has one scale for the tensor, `amax` replaces the largest
+    `form` is a name in `FORMATS` or a `Format`. Rows run along the last dimension. The dimensions
+    before it are flattened. If the format has one scale for the tensor, `amax` replaces the largest
     magnitude, as in delayed scaling. With a `generator`, elements are rounded stochastically, but
-    not scales. `counts`, if given, adds up how many values were clipped, flushed and so on.
+    scales are not. `counts`, if given, adds up the numbers of clipped and flushed values.
 
-    The result equals torchao's (float8, MXTensor, NVFP4Tensor) bit for bit, with one exception: a
-    tensor of zeros in NVFP4, for which torchao divides zero by zero, stays zero. A NaN makes all
-    values that share its scale NaN. The result has no gradient. `torch.compile(quantize)` gives the
-    same bits, in fewer passes over memory.
+    The result equals that of torchao (float8, MXTensor, NVFP4Tensor) bit for bit, with one
+    exception: in NVFP4 a tensor of zeros stays zero, where torchao divides zero by zero. A NaN
+    makes all values with the same scale NaN. The result has no gradient. `torch.compile(quantize)`
+    gives the same bits, with fewer passes over memory.
 
-    Raises `NumericsError` for a format that does not exist, for values that are not floating-point
-    or have no dimension, and for a shape that blocks do not divide evenly.
+    Raises `NumericsError` for an unknown format, for values that are not floating-point or have no
+    dimension, and for a shape that cannot be divided into blocks.
     """
     form = format_of(form)
     has_one_scale = form.block == (0, 0) and form.scale != "none"
@@ -246,7 +248,10 @@ def _block_amax(pieces: Sequence[Tensor], form: Format) -> Tensor:
 
 
 def format_of(form: str | Format) -> Format:
-    """The format with a name, or the `Format` itself; raises `NumericsError` if there is none."""
+    """Return the format with a name; a `Format` is returned unchanged.
+
+    Raises `NumericsError` for an unknown name.
+    """
     if isinstance(form, Format):
         return form
     if form not in FORMATS:

@@ -1,4 +1,4 @@
-"""A model with its inputs and its loss, as one object that every tool takes."""
+"""A model with its inputs and its loss, as one object for all tools."""
 
 from amp_lab.model_call.call import ModelCall, arguments_of
 

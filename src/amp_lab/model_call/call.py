@@ -16,8 +16,8 @@ from amp_lab.core.tensors import map_tensors, named_tensors
 class ModelCall:
     """A call of a model, and a loss of its output: ``loss_fn(model(*args, **kwargs))``.
 
-    Each method returns another call, and does not change the inputs of this call. Tensors are found
-    in tuples, lists, dicts, dataclasses and the attributes of objects.
+    Methods return a new call, and do not change the inputs of this call. The inputs may contain
+    tensors in tuples, lists, dicts, dataclasses and attributes of objects.
     """
 
     model: nn.Module
@@ -38,7 +38,7 @@ class ModelCall:
 
     @property
     def device(self) -> torch.device:
-        """The device of the model's first weight; the CPU for a model without any."""
+        """The device of the model's first weight; the CPU for a model without weights."""
         for weight in self.model.parameters():
             return weight.device
         return torch.device("cpu")
@@ -56,7 +56,7 @@ class ModelCall:
 
     @property
     def batch(self) -> int:
-        """The first size of the first tensor with a dimension; 1 if there is no such tensor."""
+        """The batch size: the first size of the first tensor with a dimension; else 1."""
         for shape in self.shapes:
             if shape:
                 return shape[0]
@@ -64,7 +64,7 @@ class ModelCall:
 
     @property
     def fixed_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """The shapes of the tensors with another first size, which do not grow with the batch."""
+        """The shapes of the tensors that do not grow with the batch size."""
         batch = self.batch
         return tuple(shape for shape in self.shapes if shape[:1] != (batch,))
 
@@ -81,10 +81,10 @@ class ModelCall:
     def copy(self) -> "ModelCall":
         """A call of a copy of the model on copies of the tensors.
 
-        A tensor that the model and the inputs share is shared by the copies, too. A module may keep
-        a computed tensor as an attribute: torchvision's RAFT keeps features,
-        `torch.nn.utils.weight_norm` a weight. torch refuses to copy a tensor with a `grad_fn`, so
-        the copy gets a detached one. Raises what `copy.deepcopy` raises.
+        If the model and the inputs share a tensor, the copies share a tensor too. A module may
+        store a computed tensor as an attribute, such as the features in torchvision's RAFT. torch
+        cannot copy a tensor with a `grad_fn`, so the copy gets a detached tensor. Raises the errors
+        of `copy.deepcopy`.
         """
         copies: dict[int, Any] = {}  # deepcopy's memo: for the `id` of an object, its copy
 
@@ -106,7 +106,8 @@ class ModelCall:
     ) -> "ModelCall":
         """The call on a device, with weights, buffers and floating-point inputs in a dtype.
 
-        The model itself is moved and cast, as in `nn.Module.to`: make a copy first to keep it.
+        The model itself is moved and cast, as by `nn.Module.to`. To keep the model, copy the call
+        first.
         """
 
         def moved(tensor: torch.Tensor) -> torch.Tensor:
@@ -118,10 +119,10 @@ class ModelCall:
         return self.map_inputs(moved)
 
     def with_batch(self, batch: int) -> "ModelCall":
-        """The call with another batch: rows of the inputs are repeated, or the last rows left out.
+        """The call with another batch size. Rows of the inputs are repeated or left out.
 
-        If the first size of a tensor is the batch, the tensor has rows. Other tensors, such as
-        positions that all items share, stay unchanged.
+        Only tensors whose first size is the batch size have rows. Other tensors, such as positions
+        that all items share, stay unchanged.
         """
         old_batch = self.batch
 

@@ -1,6 +1,6 @@
 """Numerics of training in fp16: gradients that underflow, the loss scale, the first inf or NaN.
 
-Each of the four tools answers one question about your model:
+Four tools each answer one question about your model:
 
 - `gradient_underflow`: which gradients would fp16 lose, and which loss scale keeps them?
 - `ScaleLog`: which loss scale did the `GradScaler` use in each step, and which steps did it skip?

@@ -15,19 +15,24 @@ from amp_lab.numerics.watched_ops import outputs
 
 
 def largest_values(model: nn.Module, *inputs: Any, **kwargs: Any) -> dict[str, float]:
-    """The largest magnitude that each module computes, by the module's name.
+    """Return the largest magnitude that each module computes, by the module's name.
 
-    Compare it with the largest number of the format: 65504 in fp16, 3.4e38 in bf16 and fp32.
+    Compare the magnitudes with the largest number of the format: 65504 in fp16, 3.4e38 in bf16 and
+    fp32.
 
-    The model runs once on `inputs`, without gradients and in its own dtypes. If the mode matters,
-    call `eval()` first. Leave autocast off. The value of a module is the largest magnitude in its
-    output and in the results of the ops in its own code, over all its calls. The modules are in the
-    order in which their first calls end. The name of the model itself is "".
+    The model runs once on `inputs`, without gradients and in the dtypes of its weights. Call
+    `eval()` first if dropout or batch norm should not be in training mode. Leave autocast off. For
+    each module, the function takes the largest magnitude over all calls, in the output and in the
+    results of ops in the module's code. The modules are in the order in which their first calls
+    end. The name of the model itself is "".
 
-    NaN and +inf count as `inf`; values below -1e30, -inf among them, do not count, because they are
-    masks. Integers do not count either. In a model with 16-bit weights, neither do ops in fp32, as
-    in many norms, because they stay in fp32. Values inside a kernel, such as fused attention, are
-    not visible.
+    NaN and +inf count as `inf`. These values are ignored:
+
+    - values below -1e30, also -inf, because they are masks;
+    - integers;
+    - results of fp32 ops in a model with 16-bit weights, as in many norms, because they stay in
+      fp32;
+    - values inside a kernel, such as fused attention, because they are not visible.
     """
     maxima = _Maxima(model)
     mha = torch.backends.mha

@@ -37,18 +37,18 @@ from amp_lab.numerics.watched_ops import REDUCTIONS, Call, Site, among, argument
 
 
 class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which follows `with` too
-    """Find the module and the op that made the first inf or NaN, in forward and backward.
+    """Find the module and the op that produced the first inf or NaN, in forward and backward.
 
-    All ops of the block are watched, also those in the loss, under autocast, in activation
-    checkpointing and in custom functions. The report is on an inf or NaN that reaches a gradient,
-    the output of the model, or a single number outside the model, such as the loss. A mask of -inf
-    is therefore not reported. If no inf or NaN arrives there, the report is on an inf in a divisor,
-    or on an inf in a tensor that still existed when an error ended the block. An inf or NaN in a
-    parameter or running statistic is reported when its module is called.
+    `find_nonfinite` watches all ops of the block, also in the loss, under autocast, in activation
+    checkpointing and in custom functions. It reports an inf or NaN that reaches a gradient, the
+    output of the model, or a single number outside the model, such as the loss. A mask of -inf is
+    therefore not reported. If there is no such inf or NaN, it reports an inf in a divisor, or an
+    inf in a tensor that still existed when an error ended the block. It reports an inf or NaN in a
+    parameter or running statistic when the module is called.
 
     Compiled functions, optimizers that work on lists of tensors, and other threads are not watched.
-    In a model of FSDP2, each rank looks at its own shards.
-    The host waits for each op, so use the block for one step only.
+    With FSDP2, each rank watches only its shards. The host waits for each op, so use the block for
+    one step only.
 
     Args:
         model: The model. Its results stay the same to the last bit.

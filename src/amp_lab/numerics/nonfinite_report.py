@@ -16,29 +16,30 @@ from amp_lab.numerics.tensor_summary import TensorSummary
 
 @dataclass(frozen=True, repr=False, kw_only=True)
 class NonfiniteReport:
-    """The origin of the first inf or NaN that matters. Print it to read it."""
+    """The origin of the first inf or NaN that matters. Print the report to read it."""
 
-    phase: str  # ``forward``, ``backward``, or ``before`` (not finite before its first use)
-    module: str | None  # qualified name, "" for the model itself; None outside the model
+    phase: str  # ``forward``, ``backward``, or ``before`` (not finite before the first use)
+    module: str | None
+    """Qualified name of the module, "" for the model itself; None outside the model."""
     module_type: str | None  # the name of its class
     call: int  # number of the module's call, from 1 in each forward pass; 0 outside of modules
-    op: str | None = None  # ``log``; in backward ``LogBackward0``; None if phase is ``before``
-    kernel: str | None = None  # op that the backward node ran; in forward the same as `op`
+    op: str | None = None  # such as ``log``, or ``LogBackward0``; None if phase is ``before``
+    kernel: str | None = None  # op that the backward node ran; in forward, the same as `op`
     tensor: str  # ``output``, ``gradient``, ``parameter``, ``buffer``, ``input`` or ``constant``
     name: str  # qualified name of a parameter or buffer; else a description
     value: TensorSummary  # the tensor that is not finite
     inputs: tuple[TensorSummary, ...] = ()  # inputs of the op that were not overwritten
     weights: torch.dtype | None = None  # dtype of the module's weights, or of the model's
     half_weights: bool = False  # whether trained weights are fp16
-    constant: float | None = None  # constant in the code that the result's dtype cannot hold
-    exponent: float | None = None  # exponent of `kernel`, if it is a constant
-    eps: float | None = None  # eps that was added to an input and is 0 in its dtype
+    constant: float | None = None  # constant in the code that is out of range of the result's dtype
+    exponent: float | None = None  # constant exponent of `kernel`, if there is one
+    eps: float | None = None  # eps that was added to an input, and is 0 in the input's dtype
     line: str | None = None  # line of the user's code that called the op
-    reached: str = ""  # where the inf or NaN arrived: the reason why it matters
+    reached: str = ""  # where the inf or NaN arrived, which is the reason why it matters
     loss_scale: float | None = None  # factor by which a `GradScaler` had multiplied the loss
-    bypassed: bool = False  # whether an optimizer of the model stepped without that scaler
-    placed_by: str | None = None  # op that wrote the -inf that this op turned into NaN
-    placed: bool = False  # whether the code wrote the value on purpose, as a mask of -inf
+    bypassed: bool = False  # whether an optimizer of the model stepped without this scaler
+    placed_by: str | None = None  # op that wrote the -inf from which this op computed NaN
+    placed: bool = False  # whether the code wrote the value on purpose, as in a mask of -inf
     number: int = 0  # number of origins that were found before this one
 
     @property

@@ -23,16 +23,16 @@ class ScaleLog:
     """Log the loss scale of each step of a `torch.amp.GradScaler`, and the steps that it skipped.
 
     A step is a call of ``scaler.update()``. Values stay on the device until you read them, so the
-    log does not make the host wait more often. The end of the block, or `close`, restores the
-    scaler. You can still read the log afterwards. While the log is open, save only the `state_dict`
-    of the scaler. If the scaler refuses fp16 gradients in the block, its error gets a note with the
-    remedy.
+    log adds no waits for the device. The end of the block, or `close`, restores the scaler. You can
+    still read the log afterwards. While the log is open, save only the `state_dict` of the scaler.
+    If the scaler raises an error about fp16 gradients in the block, a note on the error explains
+    the remedy.
 
     Args:
         scaler: The scaler. If it is disabled, every scale is 1.
 
     Raises:
-        NumericsError: If `scaler` is not a GradScaler, or has an open ScaleLog already.
+        NumericsError: If `scaler` is not a GradScaler, or if another ScaleLog is open for it.
 
     Example:
         model = nn.Linear(4, 1)
@@ -113,19 +113,19 @@ class ScaleLog:
 
     @property
     def scales(self) -> list[float]:
-        """The scale that each step used."""
+        """The loss scale of each step."""
         if not self._scaler.is_enabled():
             return [1.0] * self._steps
         return self._scales.tolist()
 
     @property
     def skipped(self) -> list[int]:
-        """Numbers of the steps, from 0, in which at least one optimizer's step was skipped."""
+        """Numbers of the steps, from 0, in which the scaler skipped an optimizer's step."""
         return sorted(set().union(*self.skipped_by))
 
     @property
     def skipped_by(self) -> list[list[int]]:
-        """The skipped steps of each optimizer. Optimizers are in the order of their first step."""
+        """The skipped steps of each optimizer, in the order of the optimizers' first steps."""
         skipped = []
         for flags in self._flags.values():
             steps_and_flags = zip(flags.steps, flags.found_inf.tolist(), strict=True)

@@ -82,25 +82,25 @@ class UnderflowReport(Printed):
 
     @property
     def total(self) -> GradientCount:
-        """Outputs and parameters together."""
+        """The counts of outputs and parameters together."""
         return together("", (self.outputs, self.parameters))
 
     @property
     def half(self) -> bool:
-        """Whether some gradients were already fp16. Then the lost values cannot be counted."""
+        """Whether some gradients were already fp16, so that lost values cannot be counted."""
         return self.total.half
 
     @property
     def smallest_scale(self) -> float | None:
         """The smallest power of two at which 99.9 % of all non-zero values stay non-zero in fp16.
 
-        None if no scale does this, if there are no such values, and if `half`.
+        None if there is no such scale, if all values are zero, or if `half`.
         """
         return self.total.smallest_scale
 
     @property
     def largest_scale(self) -> float | None:
-        """The largest power of two at which no value becomes infinite in fp16."""
+        """The largest power of two at which no value overflows in fp16."""
         return self.total.largest_scale
 
     def __str__(self) -> str:
@@ -152,8 +152,7 @@ class UnderflowReport(Printed):
     def plot(self):
         """Draw the exponents of all gradient values and fp16's range, with a panel for each scale.
 
-        If `half`, the values that fp16 has flushed to zero are missing. Returns a list of
-        matplotlib axes.
+        If `half`, values that were flushed to zero are missing. Returns a list of matplotlib axes.
         """
         from amp_lab import plots  # matplotlib only where a figure is drawn
 
@@ -232,12 +231,12 @@ def gradient_underflow(
     Args:
         model: The model whose parameters get the gradients.
         loss: A tensor with one number, computed with `model` in fp32 or bf16 without a loss scale.
-            In fp16, small gradients are lost before they can be counted. Then `half` is true, and
-            the report has neither lost shares nor a smallest scale.
+            With a loss in fp16, small gradients are lost before they can be counted. In this case
+            `half` is true, and the report has neither lost shares nor a smallest scale.
         scales: Loss scales: powers of two from 2^-64 to 2^64.
 
     Returns:
-        An `UnderflowReport`. Print it to see the shares by layer, or read `smallest_scale`.
+        An `UnderflowReport`. Print it to see the lost shares by layer, or read `smallest_scale`.
 
     Raises:
         NumericsError: If no parameter requires a gradient, if a scale is not such a power of two,
@@ -246,8 +245,9 @@ def gradient_underflow(
 
     Source:
         The histogram of Micikevicius et al., "Mixed Precision Training", 2018, figure 3. Each value
-        is treated as ``(gradient * scale).to(torch.float16)``. From 262,144 values on, a fixed
-        sample and the extremes are counted. The report says how far a share may be off.
+        is cast as ``(gradient * scale).to(torch.float16)``. For a gradient of 262,144 or more
+        values, only a fixed sample and the extremes are counted. The report shows how far a share
+        may be off.
 
     Example:
         model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))

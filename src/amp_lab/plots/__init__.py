@@ -1,7 +1,7 @@
-"""The figures that commands and notebooks draw, in one style that is also readable in greyscale.
+"""The figures of commands and notebooks, in one style that is also readable in greyscale.
 
 Write ``from amp_lab import plots``, then ``plots.roofline(…)``. Each subject has a file. `style`
-has the colours and the elements that figures share.
+contains the colours and the shared elements.
 """
 
 from amp_lab.core import requirements

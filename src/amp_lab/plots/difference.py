@@ -12,11 +12,11 @@ from amp_lab.plots.style import COLOURS, Options, Values
 
 
 def error_growth(steps: Sequence[Any], parts_at: str | None = None) -> Figure:
-    """Relative errors of runs A and B after each op, and the difference of their exact results.
+    """Draw the relative errors of runs A and B after each op, and the gap between exact results.
 
-    A step has ``module``, the errors ``a`` and ``b``, and ``apart``, the difference in fp64. The
-    first step in the module `parts_at`, where the runs diverge, is marked, if there is one; "" is
-    the model itself. Errors of 0 are left out, since the axis is logarithmic.
+    A step has ``module``, the errors ``a`` and ``b``, and ``apart``, the difference in fp64.
+    `parts_at` is the module where the runs diverge, if they do; "" is the model itself. The figure
+    marks the first step in this module. Errors of 0 are left out, because the axis is logarithmic.
     """
     figure, ax = style.subplots(size=(9.0, 3.8))
     errors_a = [step.a for step in steps]

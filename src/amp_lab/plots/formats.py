@@ -17,10 +17,10 @@ _MAX_NAMES = 16  # of layers below the axis
 
 
 def errors_by_layer(reports: Sequence[Any]) -> Figure:
-    """SQNR (signal to quantisation noise) of each layer's worst matmul, a line for each format.
+    """Draw the SQNR (signal to quantisation noise) of each layer's worst matmul, a line per format.
 
-    `reports` are a `Rehearsal`'s reports. A layer that the format leaves in 16 bits has an open
-    marker; a layer that the format cannot be used for has none.
+    `reports` are the reports of a `Rehearsal`. An open marker is a layer that stays in 16 bits. A
+    layer that cannot use the format has no marker.
     """
     # Both dicts are used as ordered sets.
     layers = dict.fromkeys(report.layer.name for report in reports)

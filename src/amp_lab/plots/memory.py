@@ -25,7 +25,7 @@ _AT_LEFT_END: Options = {
 def memory_against_batch(
     curves: Mapping[str, tuple[Sequence[int], Values]], limit: float | None = None
 ) -> Axes:
-    """Peak memory of a step against the batch: `curves[precision]` is (batches, bytes).
+    """Draw the peak memory of a step against the batch: `curves[precision]` is (batches, bytes).
 
     `limit` is the memory of the GPU in bytes.
     """

@@ -32,9 +32,9 @@ Histogram = Mapping[int, int]
 
 
 def gradients_against_fp16(log2_magnitudes: Tensor, scales: Values) -> list[Axes]:
-    """Histograms of log2|gradient · scale| over the range of fp16, a panel for each of `scales`.
+    """Draw histograms of log2|gradient · scale| over the range of fp16, a panel for each scale.
 
-    `log2_magnitudes` has log2|gradient| of the gradients that are not 0; the axis begins at -60.
+    `log2_magnitudes` contains log2|gradient| of the nonzero gradients. The axis begins at -60.
     """
     lowest = -60
     axes = _fp16_ranges(scales, lowest, name_zero_at=-42)
@@ -48,7 +48,7 @@ def gradients_against_fp16(log2_magnitudes: Tensor, scales: Values) -> list[Axes
 
 
 def exponents_against_fp16(kinds: Mapping[str, Histogram], scales: Values) -> list[Axes]:
-    """Histograms of scaled gradients over the range of fp16, a panel for each of `scales`.
+    """Draw histograms of scaled gradients over the range of fp16, a panel for each of `scales`.
 
     `kinds` maps the name of a group of gradients to {k: number of values from 2^k to 2^(k+1)}. At
     most three groups are drawn.

@@ -22,9 +22,9 @@ Point = tuple[str, str, float, Estimate]
 
 
 def speed_ladder(panels: Mapping[str, Sequence[Bar]]) -> Figure:
-    """Bars of the time of a step, from the lowest rung to the highest; a panel for each title.
+    """Draw bars of the time of a step, from the lowest rung to the highest, a panel for each title.
 
-    A tick shows the time of the step at the device's limit, if the limit is known.
+    A tick shows the time of the step at the device's peak rate, if the rate is known.
     """
     heights = [len(bars) + 1.5 for bars in panels.values()]  # in bars: 1.5 for title and ticks
     height = 0.26 * sum(heights) + 0.6  # in inches: 0.6 for the label of the x axis
@@ -69,10 +69,10 @@ def _limit_tick(ax: Axes, y: int, limit: float) -> None:
 
 
 def roofline(roofs: Mapping[str, float], bytes_per_s: float, points: Sequence[Point]) -> Figure:
-    """The roofline of a device: FLOP/s against FLOPs per byte, with the roof of each precision.
+    """Draw the roofline of a device: FLOP/s against FLOPs per byte, with a roof for each precision.
 
-    `roofs` is {precision: peak FLOP/s}, for at most four, and `bytes_per_s` the memory bandwidth.
-    The points have at most eight different labels, each with a separate marker.
+    `roofs` is {precision: peak FLOP/s}, with at most four precisions. `bytes_per_s` is the memory
+    bandwidth. The points have at most eight different labels, each with a separate marker.
     """
     figure, ax = style.subplots(size=(8.0, 4.2))
     _draw_roofs(ax, roofs, bytes_per_s, points)
@@ -117,7 +117,7 @@ def _draw_roofs(
 
 
 def best_speedups(machines: Mapping[str, Mapping[str, Ratio]]) -> Figure:
-    """Bars of the best speed-up of each workload: `machines[name][workload]`.
+    """Draw bars of the best speed-up of each workload: `machines[name][workload]`.
 
     The bars of a workload on all machines are next to each other.
     """

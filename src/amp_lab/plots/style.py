@@ -107,7 +107,7 @@ _new_figure: ContextVar[Callable[..., Figure]] = ContextVar("_new_figure", defau
 
 
 def use_style() -> None:
-    """Set our matplotlib style for this process; in a notebook, also sharper figures."""
+    """Set our matplotlib style for this process. Figures in notebooks also become sharper."""
     if "ipykernel" in sys.modules:
         from matplotlib_inline.backend_inline import set_matplotlib_formats
 
@@ -118,8 +118,8 @@ def use_style() -> None:
 def image(draw: Callable[..., Figure], *arguments: object, form: str = "png") -> bytes:
     """Draw a figure and return it as a PNG or SVG file, without opening a window.
 
-    `draw` is a function of `amp_lab.plots` that returns a `Figure`, and `arguments` are its
-    arguments; `form` is "png" or "svg". The style stays set for this process, as by `use_style`.
+    `draw` is a function of `amp_lab.plots` that returns a `Figure`. It gets `arguments`. `form` is
+    "png" or "svg". The style stays set for this process, as after `use_style`.
     """
     use_style()
     picture = io.BytesIO()
@@ -137,7 +137,7 @@ def image(draw: Callable[..., Figure], *arguments: object, form: str = "png") ->
 def save(path: str | PathLike[str], draw: Callable[..., Figure], *arguments: object) -> None:
     """Draw a figure as `image` does, and write it to a file.
 
-    The suffix of the file is the format, ``.png`` or ``.svg``; without a suffix, it is a PNG.
+    The suffix of the file, ``.png`` or ``.svg``, sets the format. The default is PNG.
 
     Raises `OptionError` if the file cannot be written.
     """

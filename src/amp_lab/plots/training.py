@@ -10,7 +10,7 @@ from amp_lab.plots.style import COLOURS, Options, Values
 
 
 def training_curves(curves: Mapping[str, Values], metric: str) -> Figure:
-    """A metric over the epochs, from 1; `curves` is {"train": [...], "test": [...]}, with both."""
+    """Draw a metric over the epochs, from 1. `curves` is {"train": [...], "test": [...]}."""
     figure, ax = style.subplots()
     colour = COLOURS["fp32"]
     forms = ["--o", "-o"]  # dashed for training
@@ -23,7 +23,7 @@ def training_curves(curves: Mapping[str, Values], metric: str) -> Figure:
 
 
 def scale_over_time(scales: Values, skipped: Sequence[int]) -> Axes:
-    """The loss scale before each step, on a log2 axis, with crosses at the `skipped` steps."""
+    """Draw the loss scale before each step, on a log2 axis, with crosses at the `skipped` steps."""
     _, ax = style.subplots()
     style.stairs(ax, scales, skipped, markersize=8)
     return style.label(ax, "step", "loss scale", legend="lower right")

@@ -1,6 +1,6 @@
-"""Recipes: how a step of a model runs, as a precision with options such as `torch.compile`.
+"""Recipes: a precision with options such as `torch.compile`, which define how a step runs.
 
-A `Step` runs a recipe, and `program` writes the same recipe as lines of code.
+A `Step` runs a recipe, and `program` returns the code of the same recipe.
 """
 
 from amp_lab.recipes.distance import distance, floats, norm

@@ -10,18 +10,18 @@ from amp_lab.core.tensors import named_tensors
 
 
 def floats(output: Any) -> list[Tensor]:
-    """The floating-point tensors in an output of any structure."""
+    """Return the floating-point tensors in an output of any structure."""
     return [tensor for _, tensor in named_tensors(output) if tensor.is_floating_point()]
 
 
 def norm(tensors: Sequence[Tensor]) -> float:
-    """The Euclidean norm of all tensors together."""
+    """Return the Euclidean norm of all tensors together."""
     squares = [float(tensor.double().square().sum()) for tensor in tensors]
     return math.sqrt(sum(squares))
 
 
 def distance(tensors: Sequence[Tensor], reference: Sequence[Tensor]) -> float:
-    """The relative distance of tensors from a reference, in the Euclidean norm of all tensors.
+    """Return the relative distance of tensors from a reference, in the joint Euclidean norm.
 
     If the reference is all zeros, the distance is absolute.
     """

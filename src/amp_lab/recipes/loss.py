@@ -17,10 +17,10 @@ OWN_LOSS = remedy(
 
 @dataclass(frozen=True)
 class OutputLoss:
-    """A part of an output if it is a loss itself, else its mean square; `str(loss)` is the code."""
+    """A loss: a part of an output, or the mean square of this part. `str(loss)` is the code."""
 
-    keys: tuple = ()  # leads to the part: none for the output itself, else a key or an index
-    is_loss: bool = False  # whether the part is a loss
+    keys: tuple = ()  # the keys and indices of the part in the output; empty for the output itself
+    is_loss: bool = False  # whether the part is the loss itself
 
     def __call__(self, output: Any) -> Tensor:
         """The loss of an output."""
@@ -41,9 +41,9 @@ class OutputLoss:
 
 
 def loss_of(output: Any) -> OutputLoss | None:
-    """A loss for such an output: the loss in the output, or the mean square of one of its tensors.
+    """Return a loss for an output: the loss in the output, or the mean square of a tensor.
 
-    None if no tensor in the output has a gradient.
+    Returns None if no tensor in the output has a gradient.
     """
     parts: dict[tuple, Any] = {(): output}
     if isinstance(output, Mapping):

@@ -16,10 +16,10 @@ YOURS = "# model, args, kwargs and loss_fn are yours: loss_fn(model(*args, **kwa
 def program(
     call: ModelCall, recipe: Recipe, device: torch.device, scale: float, beginning: str = ""
 ) -> str:
-    """A program that creates the objects in `YOURS`, defines the step of a recipe, and calls it.
+    """Return a program that creates the objects in `YOURS`, and defines and calls a recipe's step.
 
-    `beginning` is the code that creates these objects, except a loss that was chosen here. By
-    default, a comment names the objects.
+    `beginning` is the code that creates these objects, except for a loss that this function chose.
+    By default, a comment names the objects.
     """
     setup = beginning.strip() or YOURS
     end = "step()"

@@ -14,13 +14,13 @@ INFERENCE = "inference"
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a step runs. `str(recipe)` is its name, which begins with the precision."""
+    """A precision with options for a step. `str(recipe)` is its name, such as "bf16"."""
 
     use: str  # TRAINING or INFERENCE
     precision: Precision = Precision.FP32
-    cast: bool = False  # whether weights and inputs are cast, in place of autocast
+    cast: bool = False  # whether weights and inputs are cast, instead of autocast
     channels_last: bool = False
-    fused: bool = False  # whether the optimizer's update is one kernel
+    fused: bool = False  # whether the optimizer is fused, so that its update is one kernel
     compiled: bool = False
     compile_mode: str = "default"  # of torch.compile
 
@@ -55,7 +55,7 @@ class Recipe:
 
 
 def uses_of(model: nn.Module) -> tuple[str, ...]:
-    """TRAINING and INFERENCE; INFERENCE alone if no weight requires a gradient."""
+    """Return TRAINING and INFERENCE, or only INFERENCE if no weight requires a gradient."""
     if any(parameter.requires_grad for parameter in model.parameters()):
         return TRAINING, INFERENCE
     return (INFERENCE,)

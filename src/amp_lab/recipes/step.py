@@ -121,7 +121,7 @@ def _under_autocast(recipe: Recipe, line: str) -> str:
 
 
 class Step:
-    """The code of a recipe on a copy of a model: each call is one step, or one inference.
+    """Runs a recipe on a copy of a model: each call is one training step or one inference.
 
     The step runs on `device`; the default is the device of the model.
     """
@@ -155,12 +155,12 @@ class Step:
             return self.run()
 
     def output(self) -> Any:
-        """The model's output without autocast and TF32: in the dtype of its weights."""
+        """The model's output in the dtype of the weights, without autocast and TF32."""
         with Precision.FP32.autocast(self.device.type):
             return self.call.output()
 
     @torch.no_grad()
     def add_noise(self) -> None:
-        """Multiply each weight by a random factor; it differs from 1 by bf16's rounding error."""
+        """Multiply each weight by a random factor that differs from 1 by bf16's rounding error."""
         for weight in self.trained:
             weight.mul_(1 + _NOISE * torch.randn_like(weight))

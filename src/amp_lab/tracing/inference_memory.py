@@ -98,8 +98,9 @@ def forecast_inference(
 
     Returns:
         An `InferenceForecast` in bytes. Print it to see a table, or read `peak`. `cache` describes
-        the KV cache in the output, or is None. `kept_under_no_grad` is how much higher the peak is
-        under `torch.no_grad`, where autocast keeps its copies of weights until its block ends.
+        the KV cache in the output; it is None without a cache. `kept_under_no_grad` is the extra
+        peak memory under `torch.no_grad`, where autocast keeps copies of weights until the autocast
+        block ends.
 
     Raises:
         TraceError: If the model cannot be traced, if it refuses the inputs, if it depends on values
@@ -107,7 +108,8 @@ def forecast_inference(
         DeviceError: If the device type does not exist.
 
     Source:
-        The pass runs on fake tensors. Each storage counts from its allocation until it is freed.
+        The forward pass runs on fake tensors. Each storage counts from its allocation until it is
+        freed.
 
     Example:
         model = nn.Sequential(nn.Linear(512, 2048), nn.ReLU(), nn.Linear(2048, 10)).eval()

@@ -47,12 +47,12 @@ def forecast_memory(
 
     The step is ``loss_fn(model(*inputs, **kwargs)).backward(); optimizer.step()``, under autocast
     for fp16 and bf16. The forecast is for the second step and later steps: the optimizer already
-    has its state, and no gradient is left from the step before. If a branch of the model depends on
-    values, copies of the model and its inputs run once on the CPU in fp32. A caveat of the forecast
-    then says so.
+    has state, and the gradients of the step before are freed. If a branch of the model depends on
+    values, copies of the model and its inputs run once on the CPU in fp32. The caveats of the
+    forecast then mention this run.
 
-    The forecast does not include workspaces of cuBLAS and cuDNN, memory of the driver, and what the
-    allocator loses by rounding and fragmentation. With torch 2.11 the peak can be too high if the
+    The forecast does not include workspaces of cuBLAS and cuDNN, memory of the driver, and losses
+    of the allocator by rounding and fragmentation. With torch 2.11 the peak can be too high if the
     model uses an `autograd.Function`.
 
     Args:
@@ -62,9 +62,9 @@ def forecast_memory(
         device_type: "cuda" (also for ROCm), "xpu", "mps" or "cpu".
         precision: A `Precision`: "fp32", "tf32", "fp16" or "bf16".
         optimizer: A key of `OPTIMIZERS` in `amp_lab.core.optimizers`, such as "adam" or "sgd".
-        loss_fn: A function that computes a loss of one number from the output. Give it if the loss
-            needs much memory, as the loss of a language model does. Without a loss, each
-            floating-point output gets a gradient of the same size.
+        loss_fn: A function that computes a scalar loss from the output. Give a loss if it needs
+            much memory, as for a language model. Without a loss, each floating-point output gets a
+            gradient of the same size.
         fsdp_ranks: The number of FSDP2 ranks. The forecast is for each rank, with the blocks of
             `amp-lab train`.
         **kwargs: The keyword arguments of the call.
@@ -121,11 +121,11 @@ def largest_batch(
         input_dtype: The dtype of all inputs, or a sequence with one dtype for each input.
 
     Returns:
-        The number of samples; 0 if not even one fits.
+        The number of samples; 0 if not even one sample fits.
 
     Raises:
-        TraceError: If `forecast_memory` would raise it, if `memory_bytes` or the shapes cannot be
-            read, if the memory is not a constant plus a multiple of the batch size, or if the model
+        TraceError: If `forecast_memory` raises this error, if `memory_bytes` or a shape is invalid,
+            if the memory is not a constant plus a multiple of the batch size, or if the model
             depends on values.
         DeviceError: If the device type does not exist.
 
@@ -156,8 +156,8 @@ def compare_memory(
 ) -> MemoryTable:
     """Forecast a step in several precisions, side by side, with the largest batch that fits.
 
-    The forecasts are for exactly `input_shape`, and its first size is the batch. For a model with
-    several inputs, give a sequence of shapes, as for `largest_batch`. `options` are the options of
+    The forecasts are for `input_shape`, whose first size is the batch. For a model with several
+    inputs, give a sequence of shapes, as for `largest_batch`. `options` are the options of
     `memory_table`, for example ``memory_bytes="24GiB"``, ``precisions=["fp32", "bf16"]`` and
     ``device_type="cuda"``.
     """

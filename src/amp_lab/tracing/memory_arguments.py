@@ -33,10 +33,14 @@ def memory_and_limit(
 
 
 def parse_bytes(text: str | int) -> int:
-    """The number of bytes in ``"24GiB"`` (24 x 2^30), ``"24 GB"`` (24 x 10^9) or ``"25769803776"``.
+    """Return the bytes in ``"24GiB"`` (24 x 2^30), ``"24 GB"`` (24 x 10^9) or ``"25769803776"``.
 
-    Raises `TraceError` for any other text, for a bare ``"24G"``, which may mean GiB or GB, for less
-    than one byte or more than 2^62 bytes, and for less than 1 MiB in a text without a unit.
+    Raises `TraceError` for
+
+    - any other text;
+    - ``"24G"``, which may mean GiB or GB;
+    - less than one byte, or more than 2^62 bytes;
+    - less than 1 MiB in a text without a unit.
     """
     if isinstance(text, str) and text.strip().isdecimal() and int(text) < 2**20:
         raise TraceError(f"memory {text!r} would be {text} bytes: give a unit, as {text}GiB")

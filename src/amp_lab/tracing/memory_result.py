@@ -125,7 +125,7 @@ class MemoryForecast(Printed):
     """The memory of one training step in bytes, as `forecast_memory` returns it.
 
     Weights, gradients and the other parts do not add up to the peak, because they are not all in
-    memory at the same time. The numbers in `at_peak` do add up to it.
+    memory at the same time. The numbers in `at_peak` add up to the peak.
     """
 
     model: str  # the name of the model's class
@@ -133,31 +133,31 @@ class MemoryForecast(Printed):
     device_type: str  # such as "cuda"
     precision: Precision  # of the step
     optimizer_name: str  # such as "adam"
-    weights: int  # of all parameters, as stored
+    weights: int  # bytes of all parameters, as stored
     buffers: int  # such as running means
-    gradients: int  # of all parameters, each in its dtype, before the optimizer's step
-    optimizer: int  # state that the optimizer keeps from step to step
+    gradients: int  # bytes of all gradients before the optimizer's step
+    optimizer: int  # bytes of the state that the optimizer keeps from step to step
     activations: int
-    """Saved activations: the tensors that autograd keeps at the end of the forward pass for the
-    backward pass, including the inputs that it needs. Each storage counts once. Parameters and
-    their casts do not count."""
-    cast_cache: int  # copies of weights in low precision, which autocast keeps until its block ends
+    """Saved activations: the tensors that autograd keeps for the backward pass, at the end of the
+    forward pass. They include inputs that the backward pass needs. Each storage counts once.
+    Parameters and their casts do not count."""
+    cast_cache: int  # bytes of weights in low precision that autocast keeps until its block ends
     cast_kept: int  # bytes of `cast_cache` that autograd keeps after the block
-    phases: dict[str, int]  # the most in use at one time in "forward", "backward" and "optimizer"
-    at_peak: dict[str, int]  # bytes in use at the peak by kind, one of `storage_ledger.KINDS`
-    caveats: tuple[str, ...] = ()  # sentences on what may make the forecast wrong
+    phases: dict[str, int]  # peak bytes in "forward", "backward" and "optimizer"
+    at_peak: dict[str, int]  # bytes at the peak, by one of `storage_ledger.KINDS`
+    caveats: tuple[str, ...] = ()  # reasons why the forecast may be wrong, as sentences
     fsdp_ranks: int = 1  # number of FSDP2 ranks; the forecast is for each rank
     largest_at_peak: str = field(default="", compare=False)
-    """The largest activation or temporary at the peak, in words; "" if it is small."""
+    """A description of the largest activation or temporary at the peak; "" if all are small."""
 
     @property
     def peak(self) -> int:
-        """The most bytes in use at one time in the step: the largest of `phases`."""
+        """The peak of the step in bytes: the largest of `phases`."""
         return max(self.phases.values())
 
     @property
     def peak_phase(self) -> str:
-        """The phase in which the peak is reached: "forward", "backward" or "optimizer"."""
+        """The phase of the peak: "forward", "backward" or "optimizer"."""
         return max(self.phases, key=self.phases.__getitem__)
 
     @property
@@ -167,7 +167,7 @@ class MemoryForecast(Printed):
 
     @property
     def run(self) -> str:
-        """The step that is forecast, in words."""
+        """A description of the forecast step."""
         return f"one training step with {self.optimizer_name} on {self.device_type}"
 
     @property

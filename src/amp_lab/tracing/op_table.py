@@ -54,15 +54,15 @@ _NO_KERNEL = (
 class OpRule:
     """Autocast's policy for an op on one backend, and the dtype that a call of the op returned."""
 
-    op: str  # without "aten::", and with the overload where its overloads differ
+    op: str  # name without "aten::"; with the overload if the overloads have different rules
     overloads: tuple[str, ...]  # names of overloads; the one without a name is "default"
     policy: str  # one of POLICIES
-    given: tuple[torch.dtype, ...]  # dtypes of a call's inputs, of which the policy changes one
+    given: tuple[torch.dtype, ...]  # input dtypes of the call that checked the policy
     observed: torch.dtype | None  # dtype of the result; None if the op could not be called
-    reason: str  # why the op could not be called, in one line; else empty
+    reason: str  # the reason why the op could not be called; empty if it was called
     agrees: bool | None
-    """Whether `observed` is the dtype that the policy promises. For a complex dtype, the dtype of
-    its parts counts. None if the op returns no floating-point numbers."""
+    """Whether `observed` is the dtype that the policy promises. A complex dtype counts as the dtype
+    of its parts. None if the op returns no floating-point numbers."""
 
 
 class OpTable(Printed, list[OpRule]):
@@ -139,14 +139,14 @@ class OpDifferences(Printed, list[OpDifference]):
 
 
 def op_table(device_type: str, dtype: torch.dtype | None = None) -> OpTable:
-    """List the ops for which autocast on a backend has a rule, with the rule of each op.
+    """List the ops for which autocast on a backend has a rule, with these rules.
 
-    An op that is not in the table of its backend runs in the dtype of its inputs, or calls ops that
-    are in the table. An op that follows no policy is left out, with a warning.
+    An op that is not in the table runs in the dtype of its inputs, or calls ops that are in the
+    table. An op that follows no policy is left out, with a warning.
 
     Args:
         device_type: "cuda" (also for ROCm), "xpu", "mps" or "cpu".
-        dtype: The dtype that autocast casts to: torch.float16 or torch.bfloat16. None is the
+        dtype: The dtype that autocast casts to: torch.float16 or torch.bfloat16. If None, the
             default of the backend.
 
     Returns:
@@ -156,9 +156,9 @@ def op_table(device_type: str, dtype: torch.dtype | None = None) -> OpTable:
         DeviceError: If the device type does not exist, or if autocast does not take `dtype`.
 
     Source:
-        The installed torch. Its dispatcher lists the ops that have an autocast kernel. `op_table`
+        The dispatcher of the installed torch lists the ops that have an autocast kernel. `op_table`
         calls each op on the device or, if the device is not in this machine, on fake tensors. The
-        dtypes that arrive below autocast show the policy of the op.
+        input dtypes after autocast show the policy of the op.
 
     Example:
         table = op_table("cpu", torch.bfloat16)
@@ -217,7 +217,7 @@ def policies(op: str, device_type: str, dtype: torch.dtype) -> set[str]:
 
 
 def differences(first: OpTable, second: OpTable) -> OpDifferences:
-    """The ops, each overload by itself, that autocast treats differently on two backends."""
+    """Return the ops, by overload, that autocast treats differently on two backends."""
     first_policies = _policy_of_each_overload(first)
     second_policies = _policy_of_each_overload(second)
     rows = []

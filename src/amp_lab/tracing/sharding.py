@@ -42,12 +42,12 @@ def xray_sharding(
 
     Args:
         model: The model: sharded by `fully_shard`, in DistributedDataParallel, or neither.
-        *inputs: The positional arguments of a call. The result shows to which dtype they are cast.
-            Autocast under DDP needs them.
+        *inputs: The positional arguments of a call. The result shows to which dtype the inputs are
+            cast. Autocast under DDP needs inputs.
         parallel: "fsdp" or "ddp", for a model that is neither sharded nor in DDP.
-        precision: A `Precision`. None is bf16; for a model that is in DDP already, None is no
-            autocast.
-        reduce_dtype: The name of the dtype in which gradients are summed. None is fp32.
+        precision: A `Precision`. If None, it is bf16; for a model that is already in DDP, autocast
+            is off.
+        reduce_dtype: The name of the dtype in which gradients are summed. The default is fp32.
         device_type: The device type whose autocast is used under DDP.
         **kwargs: The keyword arguments of the call.
 

@@ -71,10 +71,10 @@ def xray(
 ) -> Xray:
     """Show in which dtype each op of a model runs under autocast, on any type of device.
 
-    The model makes one forward pass on fake tensors. They have no values, so this machine does not
-    need such a device. If a branch of the model depends on values, copies of the model and its
-    inputs first run on the CPU in fp32. The pass then takes the same branches, and `Xray.decisions`
-    says so.
+    The model runs one forward pass on fake tensors. Fake tensors have no values, so the device need
+    not be in this machine. If a branch of the model depends on values, copies of the model and its
+    inputs first run on the CPU in fp32. The forward pass then takes the same branches, and
+    `Xray.decisions` mentions this.
 
     Args:
         model: The model. It is neither changed nor moved.
@@ -82,9 +82,9 @@ def xray(
             ``meta``.
         device_type: "cuda" (also for ROCm), "xpu", "mps" or "cpu".
         dtype: The dtype that autocast computes in: torch.float16 or torch.bfloat16. torch.float32
-            turns autocast off. None is autocast's default for the device type, with two exceptions:
-            if all weights have one 16-bit dtype, autocast is off; if only some weights are in 16
-            bits, autocast uses their dtype.
+            turns autocast off. If None, autocast uses the default of the device type, with two
+            exceptions: if all weights have one 16-bit dtype, autocast is off; if only some weights
+            are in 16 bits, autocast uses their dtype.
         loss_fn: A function that computes the loss from the output. It runs under autocast too.
         real: Whether to run a copy of the model on the device itself, with values.
         **kwargs: The keyword arguments of the call.
@@ -93,9 +93,9 @@ def xray(
         An `Xray`. Print it to see a table of modules with their ops, dtypes and casts.
 
     Raises:
-        TraceError: If `model` is not an nn.Module, if there are inputs but no tensor in them, if
-            the model also fails without autocast, or if the model depends on values that the run on
-            the CPU does not have.
+        TraceError: If `model` is not an nn.Module, if the inputs contain no tensor, if the model
+            also fails without autocast, or if the model depends on values that the run on the CPU
+            does not have.
         DeviceError: If the device type does not exist, if autocast does not take `dtype`, or if
             `real` is set and the device is not in this machine.
 

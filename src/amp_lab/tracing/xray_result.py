@@ -34,12 +34,13 @@ class Xray(Printed):
     output_dtypes: list[torch.dtype]  # dtype of each tensor of the output, in order
     outputs: Outputs  # dtype and shape of each tensor of the output, by its path
     loss_dtype: torch.dtype | None  # dtype of the result of `loss_fn`; None without it
-    raised: str | None  # an error that occurs only under autocast; `rows` end at its op
-    advice: list[str]  # sentences on what to look at; the rows and casts show why
+    raised: str | None
+    """An error that occurs only under autocast. `rows` end at the op that raised this error."""
+    advice: list[str]  # advice as sentences; the rows and casts show the reasons
     modules: list[ModuleRow]  # all modules, in the model's order
-    decisions: str = ""  # a sentence, if the trace took the branches of a run on the CPU
-    autocast_off: str = ""  # a sentence, if autocast is off because of the weights' dtype
-    compiled: bool = False  # whether the model or a module is compiled; it ran in eager mode
+    decisions: str = ""  # a sentence if the trace took the same branches as a run on the CPU
+    autocast_off: str = ""  # a sentence if autocast is off because of the weights' dtype
+    compiled: bool = False  # whether the model or a module is compiled; the trace ran in eager mode
     training: bool = True  # whether the model was in training mode
 
     @property
@@ -51,16 +52,16 @@ class Xray(Printed):
 
     @property
     def low_share(self) -> float:
-        """Share of the FLOPs of matmuls and convolutions that run in low precision, from 0 to 1."""
+        """Share of the FLOPs in matmuls and convolutions that run in low precision, from 0 to 1."""
         low = work_of(row for row in self.rows if row.dtype in LOWER_DTYPES)
         return low / max(1, work_of(self.rows))
 
     def by_module(self, depth: int | None = None) -> ModuleTable:
         """Return a table of the output and the parameters of each module, as torchinfo shows them.
 
-        The table has a row for the model and for each module down to `depth`: 1 for the model's own
-        submodules, 2 for their submodules too, None for all. Raises `OptionError` for a depth below
-        1.
+        The table has a row for the model and for each module down to `depth`: 1 for the submodules
+        of the model, 2 also for their submodules, None for all. Raises `OptionError` for a depth
+        below 1.
         """
         facts = list(self._remarks())
         if self.raised is not None:
@@ -363,9 +364,9 @@ def _dtype_text(row: OpRecord | None) -> str:
 
 
 def compare_xrays(a: Xray, b: Xray) -> XrayComparison:
-    """Align the ops of two X-rays by module and name, and collect ops that differ in a dtype.
+    """Align the ops of two X-rays by module and name, and return the ops that differ in a dtype.
 
-    An op that only one X-ray has counts as different.
+    An op that is in only one X-ray counts as different.
     """
     # With autojunk it would ignore ops that occur in hundreds of places.
     matcher = difflib.SequenceMatcher(
