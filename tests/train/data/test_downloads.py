@@ -231,7 +231,7 @@ def test_a_text_that_cannot_be_fetched_names_the_address_and_its_place(
     server.status = 404
     said = refusal(load_dataset, poem, tmp_path, download=download)
     place = tmp_path / "poem.txt"
-    assert said.startswith("no poem: ")
+    assert said.startswith("poem cannot be downloaded: ")
     assert said.endswith(f"Instead, save {server.url} as {place}")
     assert ("switched off" in said) != download
     place.write_bytes(server.content)  # by hand
