@@ -11,7 +11,7 @@ from small_models import Head
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from amp_lab.tracing import compare_xrays
+from amp_lab.tracing import compare_xrays, xray_result
 from amp_lab.tracing.xray import xray
 
 pytestmark = pytest.mark.usefixtures("one_thread_and_seed")
@@ -33,6 +33,17 @@ def test_the_table_of_a_deep_model_is_short_and_adds_up():
     assert sum(row.flops for row in found.rows) == pytest.approx(8 * 2 * 4.09e9, rel=0.01)
     assert "Output: fp16 (8, 1000)." in str(found)
     assert all(len(line) <= 200 for line in table)
+
+
+def test_a_new_column_of_the_table_needs_a_row_alone(monkeypatch):
+    new = xray_result._Column(
+        "fp32 casts", lambda line, total: f"{len(line.casts)}!", is_right=True
+    )
+    monkeypatch.setattr(xray_result, "_COLUMNS", (*xray_result._COLUMNS, new))
+    table = xray(Head(), torch.randn(8, 8))._table()
+    assert table.head[-2:] == ["output", "fp32 casts"]
+    assert table.right == [2, 3, 6, 8]
+    assert all(cells[-1].endswith("!") for cells in table.rows)
 
 
 def test_markdown_html_and_json_say_the_same():

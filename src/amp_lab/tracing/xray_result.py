@@ -5,7 +5,7 @@ import difflib
 import functools
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,12 +78,12 @@ class Xray(Printed):
         total = work_of(self.rows)
         lines = _Outline(self).fitting_lines()
         return Table(
-            ["module", "class", "ops", "work", "work in", "other ops in", "casts", "output"],
+            [column.head for column in _COLUMNS],
             [line.cells(total) for line in lines],
             caption=self.title,
             facts=list(self._facts()),
             advice=self.advice,
-            right=(2, 3, 6),
+            right=[index for index, column in enumerate(_COLUMNS) if column.is_right],
         )
 
     def _facts(self) -> Iterator[str]:
@@ -156,22 +156,32 @@ class _Line:
 
     def cells(self, total: int) -> list[str]:
         """The cells of this line; `total` is the FLOPs of the whole model."""
-        work_dtypes = [row.dtype for row in self.rows if row.flops]
-        other_dtypes = [row.dtype for row in self.rows if not row.flops]
+        return [column.cell(self, total) for column in _COLUMNS]
+
+    # The cells that take more than a line.
+
+    def work_share(self, total: int) -> str:
+        """The share of the model's FLOPs."""
+        return share_text(self.times * work_of(self.rows), total)
+
+    def work_dtypes(self) -> str:
+        """The dtypes of matmuls and convolutions."""
+        return self._count_text([row.dtype for row in self.rows if row.flops])
+
+    def other_dtypes(self) -> str:
+        """The dtypes of all other ops."""
+        return self._count_text([row.dtype for row in self.rows if not row.flops])
+
+    def cast_count(self) -> str:
+        """How many casts autocast inserted; "-" for none."""
         casts = self.times * len(self.casts)
-        output = "-"
-        if self.rows and self.rows[-1].out_dtypes:
-            output = short_name(self.rows[-1].out_dtypes[0])
-        return [
-            self.label,
-            self.class_name,
-            f"{self.times * len(self.rows):,}",
-            share_text(self.times * work_of(self.rows), total),
-            self._count_text(work_dtypes),
-            self._count_text(other_dtypes),
-            f"{casts:,}" if casts else "-",
-            output,
-        ]
+        return f"{casts:,}" if casts else "-"
+
+    def output_dtype(self) -> str:
+        """The dtype of the last op's output; "-" if there is none."""
+        if not self.rows or not self.rows[-1].out_dtypes:
+            return "-"
+        return short_name(self.rows[-1].out_dtypes[0])
 
     def _count_text(self, dtypes: list[torch.dtype | None]) -> str:
         """The dtypes of some ops: ``bf16``, or ``bf16 24, fp32 2`` with how many ops have each.
@@ -183,6 +193,28 @@ class _Line:
             return next(iter(counts), "-")
         texts = [f"{name} {self.times * count:,}" for name, count in counts.most_common()]
         return ", ".join(texts)
+
+
+@dataclass(frozen=True)
+class _Column:
+    """A column of the table of modules."""
+
+    head: str
+    cell: Callable[[_Line, int], str]  # given a line, and the FLOPs of the whole model
+    is_right: bool = False  # whether it is aligned to the right
+
+
+_COLUMNS = (
+    _Column("module", lambda line, total: line.label),
+    _Column("class", lambda line, total: line.class_name),
+    _Column("ops", lambda line, total: f"{line.times * len(line.rows):,}", is_right=True),
+    _Column("work", _Line.work_share, is_right=True),
+    _Column("work in", lambda line, total: line.work_dtypes()),
+    _Column("other ops in", lambda line, total: line.other_dtypes()),
+    _Column("casts", lambda line, total: line.cast_count(), is_right=True),
+    _Column("output", lambda line, total: line.output_dtype()),
+)
+"""The columns of the table. To add a column, add a row."""
 
 
 class _Outline:
