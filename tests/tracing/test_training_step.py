@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from amp_lab import forecast_memory
 from amp_lab.cli import main
 from amp_lab.core.errors import TraceError
-from amp_lab.core.optimizers import OPTIMIZERS
+from amp_lab.core.optimizers import OPTIMIZERS, Optimizer
 from amp_lab.tracing.optimizer_state import optimizer_bytes
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -52,6 +52,16 @@ def test_optimizer_state_and_temporaries_are_those_of_torch(name, foreach):
     found_state, found_work = optimizer_bytes(name, shapes, "cuda" if foreach else "cpu")
     assert found_state == sum(t.nbytes for t in state) - (steps if foreach else 0)
     assert found_work == pytest.approx(meter.most, abs=64)  # scalars of the host
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize("class_name", ["RMSprop", "Adagrad", "Adadelta"])
+def test_a_row_is_enough_for_an_optimizer_whose_temporaries_overlap(
+    class_name, foreach, monkeypatch
+):
+    row = Optimizer(f"new-{class_name}", class_name, overlaps=True)
+    monkeypatch.setitem(OPTIMIZERS, row.name, row)
+    test_optimizer_state_and_temporaries_are_those_of_torch(row.name, foreach)
 
 
 def test_muon_is_for_matrices_and_adamw_for_the_rest():

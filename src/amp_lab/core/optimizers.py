@@ -28,6 +28,9 @@ class Optimizer:
     loops: bool = False
     """Whether the step is a loop over the parameters even on a GPU. In a loop, temporaries of the
     previous parameter still exist, so the parameters cannot be counted one by one."""
+    overlaps: bool = False
+    """Whether this is also so on a CPU, where every step is a loop: RMSprop's last temporary of a
+    parameter exists until the next parameter has its own."""
     rest: str = ""  # the optimizer of parameters that are not matrices, if this one refuses them
     takes_sparse: bool = False  # whether it takes sparse gradients
     in_eight_bits: str = ""  # the optimizer that has the same state in eight bits, if there is one

@@ -32,6 +32,9 @@ def optimizer_bytes(name: str, parameters: Iterable[Parameter], device_type: str
     `name` is a key of `OPTIMIZERS`; `parameters` has the shape and dtype of each parameter.
     """
     optimizer = OPTIMIZERS[name]
+    # A foreach step has the temporaries of all parameters together, a loop those of one at a time.
+    is_foreach = backend(device_type).foreach and optimizer.quantized is None
+    is_loop = optimizer.loops or (optimizer.overlaps and not is_foreach)
     # The parameters are grouped as they can be counted: an optimizer that loops over them is asked
     # for all at once, any other for one at a time.
     looped = []
@@ -41,14 +44,12 @@ def optimizer_bytes(name: str, parameters: Iterable[Parameter], device_type: str
         shape, _ = parameter
         if optimizer.rest and len(shape) != 2:  # Muon leaves all but matrices to AdamW
             groups[optimizer.rest, (parameter,)] += 1
-        elif optimizer.loops:
+        elif is_loop:
             looped.append(parameter)
         else:
             groups[name, (parameter,)] += 1
     if looped:
         groups[name, tuple(looped)] = 1
-    # A foreach step has the temporaries of all groups together, a loop those of one at a time.
-    is_foreach = backend(device_type).foreach and optimizer.quantized is None
     state = 0
     temporaries = 0
     for (updated_by, group), count in groups.items():
