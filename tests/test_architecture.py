@@ -138,3 +138,15 @@ def test_contributing_names_files_that_there_are():
     made_up = {"train/data/NAME.py"}  # by whoever follows the recipe
     for path in set(named) - made_up:
         assert (ROOT / path).exists() or (PACKAGE / path).exists(), path
+
+
+def test_contributing_names_what_stands_in_those_files():
+    """Such as the table to which a row is added."""
+    page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    recipes = page.partition("## How to add")[2]
+    named = re.findall(r"`(\w+)`(?: or\s+`(\w+)`)? (?:in|of|to)\s+`([\w./]+\.py)`", recipes)
+    assert len(named) > 15
+    for *names, path in named:
+        file = PACKAGE / path if (PACKAGE / path).exists() else ROOT / path
+        for name in filter(None, names):
+            assert re.search(rf"\b{name}\b", file.read_text(encoding="utf-8")), (name, path)
