@@ -58,8 +58,8 @@ assert 2 * half.nbytes == full.nbytes
 # %% [markdown]
 # `x` and `weight` are still fp32, but the result under autocast has half as many bytes. It takes half the
 # memory and, as a rule of thumb, half the time to move. Matrix multiplications can also be [much
-# faster](https://docs.pytorch.org/docs/stable/amp.html) in 16 bits. AMP uses these advantages, and limits
-# what is lost when a number has fewer bits.
+# faster](https://docs.pytorch.org/docs/stable/amp.html) in 16 bits. AMP uses these advantages, and keeps
+# fp32 where fewer bits would harm training.
 #
 # ## A network and some data
 #
@@ -149,9 +149,9 @@ def train_amp(model, optimizer, batches, dtype, scaler):
 #
 # There are [two 16-bit formats](01_number_formats.ipynb#Range). **bf16** has about the range of fp32 and
 # usually needs no scaler. **fp16** is more precise, but its largest number is 65504. As a rule of thumb,
-# use bf16 wherever the hardware is fast in it, and fp16 on [a T4, V100 or RTX 20](../docs/hardware.md#t4-v100-and-rtx-20).
-# `recommend_precision` times a matrix multiplication in each precision and recommends one for this
-# device: <!-- tests/core/test_device.py -->
+# use bf16 on hardware that is fast in bf16, and fp16 on [a T4, V100 or RTX
+# 20](../docs/hardware.md#t4-v100-and-rtx-20). `recommend_precision` times a matrix multiplication in each
+# precision and recommends one for this device: <!-- tests/core/test_device.py -->
 
 # %% tags=["nbval-ignore-output"]
 recommended = recommend_precision(device)
@@ -220,7 +220,7 @@ assert memory[str(precision)] < memory["fp32"]
 # - **Left:** the time of one step. The thin line on each bar shows the uncertainty of the measurement.
 # - **Middle:** the memory of the saved activations.
 # - **Right:** the loss over the 70 steps. The two curves lie on top of each other: two or three digits
-#   were enough to learn from.
+#   were enough for training.
 #
 # The outputs that you see here come from two CPU cores with bf16 instructions, where AMP made a step
 # faster. Your machine may differ. As a rule of thumb, GPUs with tensor cores (AMD: matrix cores) gain
@@ -319,7 +319,7 @@ exercises.check_needs_scaler(needs_scaler)
 #     return loss.detach()
 # ```
 #
-# Write the step as it should be. Use the scaler, so that the same step would also work in fp16.
+# Correct the step. Use the scaler, so that the same step would also work in fp16.
 
 
 # %%

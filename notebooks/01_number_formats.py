@@ -19,8 +19,8 @@
 # - to recognise overflow, underflow and swamping, and to predict which format suffers from which;
 # - why mixed precision keeps fp32 *master weights*, scales the loss, and adds up in fp32.
 #
-# **What you need.** PyTorch, and to have trained a network before. You need no GPU: only the network at
-# the end uses your device.
+# **What you need.** PyTorch, and some experience with training a network. You need no GPU: only the
+# network at the end uses your device.
 
 # %% tags=["nbval-ignore-output"]
 import math
@@ -83,8 +83,8 @@ for name, dtype in FORMATS.items():
 # - **fp32 and bf16** have the same 8 exponent bits. bf16 is fp32 with 16 bits of the mantissa rounded
 #   away.
 # - **fp16** has as many bits as bf16, but three more for the mantissa and three fewer for the exponent.
-# - **The names of the fp8 formats** count the bits: E5M2 has 5 for the exponent and 2 for the mantissa. It
-#   keeps the exponent of fp16, as bf16 keeps that of fp32.
+# - **The names of the fp8 formats** count the bits: E5M2 has 5 for the exponent and 2 for the mantissa.
+#   E5M2 has the exponent of fp16, just as bf16 has the exponent of fp32.
 #
 # ### TF32 has no dtype
 #
@@ -138,7 +138,7 @@ _ = figures.range_and_spacing(pictured)
 
 # %% [markdown]
 # In the upper half, each bar shows the range of a format in powers of two. The bars of fp32, tf32 and bf16
-# are more than 250 powers of two long. Those of fp16 and fp8 are short, and a quarter of fp16's bar is
+# are more than 250 powers of two long. The bars of fp16 and fp8 are short, and a quarter of fp16's bar is
 # subnormal (hatched).
 #
 # In the lower half, each line is flat where its numbers are normal: **the spacing grows with the number,
@@ -168,7 +168,7 @@ assert big + (one + one) == 2050
 
 # %% [markdown]
 # 2049 was rounded down to 2048 and 2051 up to 2052. The error of one rounding is at most half the spacing.
-# For a normal number that is eps/2 of the number: about 0.4 % in bf16 and 0.05 % in
+# For a normal number, this is eps/2 of the number: about 0.4 % in bf16 and 0.05 % in
 # fp16. <!-- tests/notebooks/test_01_number_formats.py -->
 #
 # The last line shows that the order of additions can matter, because each sum is rounded. This is one
@@ -256,7 +256,7 @@ for name, expected in ends_at.items():
 # In bf16 and in fp16 the weight ends at 1, where it began. Each update was less than half the spacing at
 # 1, so every sum was rounded back to 1. At a weight of 1, fp16 loses updates up to 1/2048, and bf16 loses
 # updates up to 1/256. So **bf16 has about the range of fp32, but not its precision**: it usually needs no
-# loss scaling, but it loses updates that are up to eight times as large as those that fp16 loses.
+# loss scaling, but it loses updates up to eight times as large as fp16 does.
 #
 # ## Three techniques that make 16 bits work
 #
@@ -401,8 +401,8 @@ _ = figures.gradients_against_fp16(gradients.abs().log2(), scales=(1, 2**16))
 #
 # The gradients that vanish are the smallest ones, so a network like this may well train without a scale.
 # But a weight learns nothing if *all* its gradients vanish. [The paper](https://arxiv.org/abs/1710.03740)
-# reports an object detector that diverged in fp16 without loss scaling, but with a scale of 8 did as well
-# as in fp32.
+# reports an object detector that diverged in fp16 without loss scaling. With a scale of 8, the detector
+# was as accurate as in fp32.
 #
 # ## Summary
 #

@@ -9,9 +9,9 @@
 # %% [markdown]
 # # Predict the dtype of every op under autocast
 #
-# **What you'll do.** Ask PyTorch, op by op, which dtype comes out of `torch.autocast`. Follow the casts
-# through a forward and a backward pass, switch them off for one region, and make a function of your own
-# follow the same rules. At the end, compare the rules of a CPU with those of CUDA.
+# **What you'll do.** Find out, op by op, which dtype an op returns under `torch.autocast`. Follow the
+# casts through a forward and a backward pass, switch them off for one region, and make a function of your
+# own follow the same rules. At the end, compare the rules of a CPU with those of CUDA.
 #
 # **What you'll learn.**
 # - the four things that autocast can do with an op, and three questions that tell you which;
@@ -222,9 +222,9 @@ print(f"careless {careless.dtype}, careful {careful.dtype}, back in the block {b
 assert (careless.dtype, careful.dtype, back.dtype) == (low, torch.float32, low)
 
 # %% [markdown]
-# Only the second one does. The island only switches *casting* off, so low-precision inputs are still
-# multiplied in low precision. **An island needs `.float()` on its inputs.** After the island you need no
-# cast, because autocast casts again.
+# Only the second matmul runs in fp32. The island only switches *casting* off, so low-precision inputs are
+# still multiplied in low precision. **An island needs `.float()` on its inputs.** After the island you
+# need no cast, because autocast casts again.
 #
 # Autocast is also a decorator: `@torch.autocast(device.type, dtype=low)` above a `forward` puts the whole
 # function into a block, no matter who calls it. In threads you need the decorator, because [a new thread
@@ -432,7 +432,7 @@ assert all(table[name][1] == predicted for name, predicted in here.items())
 # - CPU and CUDA each list more than 110 ops, but share only 39.
 #
 # Next: [notebook 03](03_grad_scaler_step_by_step.ipynb) follows a `GradScaler` through a training step.
-# fp16 needs one besides autocast.
+# fp16 needs a scaler in addition to autocast.
 #
 # ## Exercises
 #

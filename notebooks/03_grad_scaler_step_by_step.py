@@ -180,7 +180,7 @@ show("after unscale_", layer)
 check(layer, -0.8348, -1.9002, [-0.0591, 1.0])
 
 # %% [markdown]
-# To four decimals, the gradients are those of the fp32 step again. More digits show the rounding: the
+# To four decimals, the gradients equal those of the fp32 step. More digits show the rounding: the
 # gradient of the weight is the input, rounded to the 11 significant bits of fp16.
 
 # %%

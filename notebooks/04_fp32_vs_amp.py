@@ -61,7 +61,7 @@ assert layer.weight.dtype is gradient.dtype is torch.float32
 # %% [markdown]
 # Only the output is in bf16. It takes half the memory, and the matmul that computes it can be [much
 # faster](https://docs.pytorch.org/docs/stable/amp.html) in 16 bits. The weight and its gradient stay in
-# fp32. So we expect AMP to save time, to save memory and to learn the same. This notebook measures all
+# fp32. So we expect AMP to save time and memory, and to reach the same loss. This notebook measures all
 # three.
 #
 # ## The problem: a picture, from its coordinates
@@ -291,7 +291,7 @@ assert all(is_possible(inference, p, inference_flops, report) for p in precision
 assert inference_flops < 0.5 * training_flops  # the backward pass is most of a step
 
 # %% [markdown]
-# Here bf16 was faster as well. Inference may gain less than training or more, so measure both.
+# Here bf16 was faster as well. Inference may gain more or less than training, so measure both.
 #
 # ## Memory of a training step
 #
@@ -326,8 +326,8 @@ _ = figures.time_and_memory(
 # speed-up, or its share of FP32's memory. The thin line at the end of a time bar is the interval of that
 # time. If the machine was too busy to tell, the time bars are grey. <!-- tests/plots/test_plots.py -->
 #
-# With bf16, autograd saves about half the bytes, because nearly all of them are activations, which are
-# half as wide. (On Apple's MPS it saves more bytes, because autocast runs batch normalisation in fp32
+# With bf16, autograd saves about half the bytes, because nearly all of them are activations, which take
+# half the bytes. (On Apple's MPS it saves more bytes, because autocast runs batch normalisation in fp32
 # there, as notebook 02 shows.) The peak also includes the weights, their gradients and Adam's state,
 # which stay in fp32. [Notebook 06](06_caltech256_resnet50.ipynb#Count-the-memory-of-a-step) counts all
 # of them.
@@ -410,8 +410,8 @@ assert device.type != "cpu" or not hidden.is_above(1.1)
 # - AMP changed or added four lines in the training step, and one more line creates the scaler. The
 #   network, the data and the optimizer stayed the same.
 # - To see whether reduced precision costs accuracy, compare the losses of several seeds. With few seeds
-#   you see only a difference that is larger than their spread. Pairs can show a smaller one with fewer
-#   runs.
+#   you see only a difference that is larger than their spread. Paired runs can show a smaller difference
+#   with fewer runs.
 # - To measure time, synchronise, warm up, repeat, take turns and give an interval. Say whether the
 #   baseline is FP32 or TF32. [Notebook 10](10_speed_ladder.ipynb) times the same network at other sizes,
 #   where AMP gains more or less.

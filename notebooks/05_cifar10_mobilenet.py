@@ -212,8 +212,8 @@ def train(precision, seed):
 # On a CPU we leave out fp16, because it is slow on [CPUs that emulate it](../docs/hardware.md). Each
 # precision trains with three seeds.
 #
-# Before you run this: will the training losses of two precisions differ more than those of two seeds, or
-# less?
+# Before you run this: will the training losses of two precisions differ more or less than the losses of
+# two seeds?
 
 # %% tags=["nbval-ignore-output"]
 report = describe_device(device)
@@ -625,5 +625,5 @@ exercises.check_superfluous(superfluous)
 # - [Automatic mixed precision examples](https://docs.pytorch.org/docs/stable/notes/amp_examples.html):
 #   clipping, accumulation, several losses, in PyTorch's own words.
 # - [Saving and loading models](https://docs.pytorch.org/tutorials/beginner/saving_loading_models.html),
-#   and [reproducibility](https://docs.pytorch.org/docs/stable/notes/randomness.html): what bitwise
-#   equality takes elsewhere.
+#   and [reproducibility](https://docs.pytorch.org/docs/stable/notes/randomness.html): what else bitwise
+#   equality needs.

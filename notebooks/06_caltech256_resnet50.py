@@ -305,9 +305,9 @@ for dtype in (torch.float32, torch.bfloat16):
     assert abs(fake / counted - 1) < 0.001  # a few small buffers may differ in dtype
 
 # %% [markdown]
-# They do. Now we count the three rows of the tutorial's table. For AMP we use bf16, which takes as many
-# bytes as fp16. Before you run this: how much will AMP need at batch 512, compared with FP32 at 256 and
-# at 512?
+# The counts are equal. Now we count the three rows of the tutorial's table. For AMP we use bf16, which
+# takes as many bytes as fp16. Before you run this: how much will AMP need at batch 512, compared with
+# FP32 at 256 and at 512?
 
 # %%
 frozen = {
@@ -322,8 +322,8 @@ assert gib["AMP, batch 512"] < 1.1 * gib["FP32, batch 256"]  # twice the batch, 
 assert 0.85 < gib["FP32, batch 512"] / 6 < 1
 
 # %% [markdown]
-# AMP needs little more for 512 images than FP32 for 256. FP32 with 512 images leaves less than 1 GiB for
-# memory that we do not count, such as [what CUDA and its libraries
+# AMP needs only slightly more memory for 512 images than FP32 needs for 256. FP32 with 512 images leaves
+# less than 1 GiB for memory that we do not count, such as [what CUDA and its libraries
 # allocate](https://docs.pytorch.org/docs/stable/torch_cuda_memory.html) outside of PyTorch. On the
 # tutorial's GPU this was too little.
 #
@@ -368,9 +368,9 @@ _ = figures.memory_by_dtype(
 )
 
 # %% [markdown]
-# They do not. Each bar is the memory of one step, split by dtype. The dashed line is the GPU's 6 GiB.
-# With the backbone frozen (left), AMP at batch 512 needs about as much as FP32 at batch 256. With the
-# backbone trained (right), both bars reach far beyond the line. Batch 512 fits only if we freeze the
+# 512 images do not fit. Each bar is the memory of one step, split by dtype. The dashed line is the GPU's
+# 6 GiB. With the backbone frozen (left), AMP at batch 512 needs about as much as FP32 at batch 256. With
+# the backbone trained (right), both bars reach far beyond the line. Batch 512 fits only if we freeze the
 # backbone and use AMP.
 #
 # AMP does not make these tensors smaller:
@@ -495,7 +495,7 @@ exercises.check_map_size(map_mib)
 # map_mib = 256 * 128 * 56 * 56 * 2 / 2**20
 # ```
 #
-# That is 196 MiB. In FP32 it would be 392.
+# That is 196 MiB. In FP32 it would be 392 MiB.
 #
 # </details>
 #
@@ -584,8 +584,8 @@ exercises.check_halved(halved)
 # halved = {"activations"}
 # ```
 #
-# You created the images and the weights in fp32. A gradient has the dtype of its weight, and so have
-# AdamW's moments. Only the activations are results of ops under autocast.
+# You created the images and the weights in fp32. Gradients and AdamW's moments have the dtype of their
+# weight. Only the activations are results of ops under autocast.
 #
 # </details>
 #

@@ -67,8 +67,8 @@ assert math.isclose(clipped_first.norm(), 0.1 / 65536, rel_tol=1e-6)
 
 # %% [markdown]
 # It matters. If we divide first, the gradient has the length 0.1 that we asked for. If we clip first, the
-# gradient is 65,536 times too short, so SGD nearly stands still, without any error. The recipes follow
-# from this rule:
+# gradient is 65,536 times too short, so SGD hardly changes the weights, and no error is raised. The
+# recipes follow from this rule:
 #
 # - **Code that reads gradients belongs after `unscale_`.**
 # - **Code that computes gradients starts from `scaler.scale(…)`.**
@@ -115,8 +115,8 @@ def train_amp(model, optimizer, scaler, dtype):
 problem.check_same(recipes.train_plain, train_amp)
 
 # %% [markdown]
-# The AMP loop moves the weights as the fp32 loop does. The next helpers let us see what goes wrong.
-# `backward` does the first half of an AMP step, up to the scaled gradients.
+# The AMP loop changes the weights in the same way as the fp32 loop. The next helpers let us see what goes
+# wrong. `backward` does the first half of an AMP step, up to the scaled gradients.
 
 
 # %%
@@ -276,8 +276,8 @@ problem.check_same(recipes.penalty_plain, penalty_amp)
 #
 # You need this nearly always. The fp32 loop calls `scheduler.step()` after every step.
 #
-# With AMP the scaler may skip a step, which the schedule should not count. `scaler.step` does not tell
-# us, but the loss scale does. With one optimizer and a scale above 0, [the scale
+# With AMP the scaler may skip a step, which the schedule should not count. `scaler.step` does not report
+# a skipped step, but the loss scale shows it. With one optimizer and a scale above 0, [the scale
 # falls](https://github.com/pytorch/pytorch/blob/main/torch/amp/grad_scaler.py) exactly when the step was
 # skipped.
 
@@ -301,7 +301,7 @@ problem.check_same(recipes.schedule_plain, schedule_amp)
 
 # %% [markdown]
 # **Without this check** skipped steps use up the schedule. As a rule of thumb, a few lost steps of ten
-# thousand do not matter. In a short warm-up they do, because the scaler still searches for its scale.
+# thousand do not matter. In a short warm-up they matter, because the scaler still searches for its scale.
 # PyTorch warns only if the very first step was skipped and the optimizer is not
 # fused. <!-- tests/notebooks/test_07_training_recipes.py -->
 #
@@ -345,7 +345,7 @@ assert torch.equal(recomputed, problem.change(train_amp, torch.float16))
 # choose. The older kind cuts the graph if no *input* requires a gradient, as with a batch of data. The
 # parameters inside then get no gradient. If your optimizer has other parameters too, you see no error,
 # but the checkpointed part never learns. <!-- tests/notebooks/test_07_training_recipes.py --> If the
-# optimizer has no others, the scaler raises an error:
+# optimizer has no other parameters, the scaler raises an error:
 
 
 # %%

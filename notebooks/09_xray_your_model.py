@@ -326,8 +326,8 @@ for backend in BACKENDS:
 #
 # How much does the rounding matter? The loss of an untrained language model is about the logarithm of its
 # vocabulary size, here about 11. Near 11, fp16 numbers are 2^-7 apart, and bf16 numbers 2^-4. Rounding
-# changes the loss of each token by up to half of this distance. In the mean over many tokens, these errors
-# mostly cancel. We measure the error of a token and that of the mean in bf16:
+# changes the loss of each token by up to half of this distance. In the mean over many tokens, these
+# errors mostly cancel. We measure the error of one token and the error of the mean in bf16:
 
 # %%
 target = torch.randint(50304, (64,))
@@ -444,8 +444,8 @@ assert amp_lab_command(command.split()) == 0
 # %% [markdown]
 # ## Where do two runs diverge? (optional)
 #
-# Two runs of one model give different numbers. Is this rounding, or a mistake? The outputs alone cannot
-# tell, because each op passes on the errors of its inputs and may add a new error.
+# Two runs of one model give different numbers. Is this rounding, or a mistake? The outputs alone do not
+# show this, because each op passes on the errors of its inputs and may add a new error.
 #
 # `first_difference` repeats each op in fp64, once on exact inputs and once on the inputs of the run. This
 # separates the error that an op adds from the error that it inherits. Then it compares the added error
@@ -481,8 +481,8 @@ planted
 
 # %% [markdown]
 # Autocast changes the logits more than the mistake does. But no op adds more error than bf16 rounding
-# explains, so `first_difference` finds nothing in the autocast run. In the wrong copy it names the module
-# and the epsilon. In a terminal, use `amp-lab diff`. <!-- tests/cli/test_diff_command.py -->
+# explains, so `first_difference` finds nothing in the autocast run. In the copy with the mistake, it
+# names the module and the epsilon. In a terminal, use `amp-lab diff`. <!-- tests/cli/test_diff_command.py -->
 #
 # ## Summary
 #

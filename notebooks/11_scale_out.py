@@ -136,8 +136,8 @@ for name, dtype in PRECISIONS.items():
 #
 # With n processes, each rank takes an n-th of every batch, and the gradients are averaged.
 # `DistributedSampler` decides which samples a rank gets. It draws the same permutation as `RandomSampler`
-# does from the same seed, and rank r takes every n-th sample of it. So in each step, the ranks together get
-# the same batch that a single process would get. <!-- tests/notebooks/test_11_scale_out.py -->
+# does from the same seed, and rank r takes every n-th sample of this permutation. So in each step, the
+# ranks together get the batch of a single process. <!-- tests/notebooks/test_11_scale_out.py -->
 #
 # [`torchrun`](https://docs.pytorch.org/docs/stable/elastic/run.html) starts n copies of one script. Each
 # copy first joins the *process group*. The group's
@@ -218,14 +218,14 @@ def train_ddp(config, data, dtype, device, sums_in=torch.float32):
 # [`MixedPrecisionPolicy`](https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html):
 #
 # - `param_dtype`: FSDP2 casts the weights to this dtype *before* it sends them, and the layers compute in
-#   it. The shards stay fp32.
-# - `reduce_dtype`: FSDP2 sends and sums the gradients in it. Always set it, because its default changed
-#   in PyTorch 2.15.
+#   this dtype. The shards stay fp32.
+# - `reduce_dtype`: FSDP2 sends and sums the gradients in this dtype. Always set it, because its default
+#   changed in PyTorch 2.15.
 # - `output_dtype`: the dtype of the output. In the policy of the outermost module, set fp32, so that the
 #   loss is fp32. <!-- tests/tracing/test_sharding.py -->
 #
-# Autocast chooses a dtype for each *op*. The policy chooses one for each *module*, so norms run in bf16
-# too. <!-- tests/tracing/test_sharding.py -->
+# Autocast chooses a dtype for each *op*. The policy chooses a dtype for each *module*, so norms run in
+# bf16 too. <!-- tests/tracing/test_sharding.py -->
 
 
 # %%
@@ -364,8 +364,8 @@ assert fsdp_bytes == 16 / most
 
 # %% [markdown]
 # With DDP, every rank holds as much as one process: weights, gradients and AdamW's two averages, in fp32.
-# With FSDP2, a rank holds an n-th of that. In addition, a rank holds its activations and the gathered
-# weights of the layer that is running.
+# With FSDP2, a rank holds an n-th of these bytes. In addition, a rank holds its activations and the
+# gathered weights of the layer that is running.
 #
 # ## One decision about the loss scale
 #
@@ -488,8 +488,8 @@ assert abs(before - found[False]) > 0.1  # it had a different model before
 # - FSDP2 divides weights, gradients and optimizer state among the ranks. With bf16 weights and fp32 sums,
 #   it sends about as much as DDP in fp32.
 # - A sum of gradients in bf16 loses more with more ranks, so reduce in fp32.
-# - The scalers of all ranks must decide alike. With DDP they do because the gradients are averaged first,
-#   and with FSDP2 because `unscale_` asks all ranks. If you average yourself, do it before `unscale_`.
+# - The scalers of all ranks must decide alike. DDP averages the gradients first. With FSDP2, `unscale_`
+#   asks all ranks. If you average gradients yourself, do so before `unscale_`.
 # - A checkpoint can be loaded by a different number of ranks.
 #
 # Next: [notebook 12](12_keras.ipynb) does mixed precision in Keras.
@@ -558,7 +558,7 @@ exercises.check_per_rank(gigabytes_per_rank)
 # ```
 #
 # Each parameter takes 16 bytes: 4 for the weight, 4 for the gradient and 8 for AdamW's state, all in
-# fp32. That is 112 GB for the model, and an eighth of it on each rank.
+# fp32. The model takes 112 GB, and each rank holds an eighth.
 #
 # </details>
 #
