@@ -476,7 +476,7 @@ def test_a_choice_whose_arms_would_become_equal_stays_whole(made):
         ("contrib.optimizers.FP16_Optimizer", "keep the model in float32"),
         ("contrib.optimizers.DistributedFusedAdam", "fully_shard"),
         ("contrib.optimizers.fused_lamb.FusedLAMB", "keep Apex for this"),
-        ("optimizers.FusedLAMB", "no such optimizer"),
+        ("optimizers.FusedLAMB", "torch has no equivalent: use"),
         ("contrib.group_norm.GroupNorm", "write torch.nn.GroupNorm"),
         ("contrib.xentropy.SoftmaxCrossEntropyLoss", "torch.nn.functional.cross_entropy"),
         ("multi_tensor_apply.multi_tensor_applier", "process many tensors at once"),

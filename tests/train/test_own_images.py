@@ -40,8 +40,8 @@ def test_its_model_is_exported(images, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"dataset": "digits"}, "digits is in a library"),
-        ({"dataset": "stdlib", "model": "gpt-nano", "image_size": None}, "stdlib is in a library"),
+        ({"dataset": "digits"}, "digits is part of a"),
+        ({"dataset": "stdlib", "model": "gpt-nano", "image_size": None}, "stdlib is part of a"),
         ({"data": None}, "--dataset folder needs --data"),
         ({"data": "nowhere"}, "nowhere: no such folder"),
         ({"dataset": "text", "model": "gpt-nano", "data": None, "image_size": None},

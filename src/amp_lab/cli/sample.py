@@ -23,7 +23,7 @@ def add(commands) -> None:
     option("run_folder", metavar="DIR", help="the folder of the run")
     option("--prompt", metavar="TEXT", help="the text to continue (default: a line break)")
     option("--tokens", metavar="N", type=int, default=300, help="tokens to generate (default: 300)")
-    temperature = "sampling temperature; 0 takes the most probable token (default: 0.8)"
+    temperature = "sampling temperature; 0 selects the most probable token (default: 0.8)"
     option("--temperature", metavar="X", type=float, default=0.8, help=temperature)
     option("--seed", metavar="N", type=int, default=0, help="random seed (default: 0)")
     option("--precision", metavar="NAME", default="fp32", help="fp32 (default), tf32, fp16, bf16")

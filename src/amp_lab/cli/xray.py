@@ -114,7 +114,7 @@ def _sides(options: argparse.Namespace) -> list[tuple[str, str | None]]:
     if options.against is None:
         return [side]
     if options.depth is not None:
-        raise OptionError("--depth and --against do not go together: leave one out")
+        raise OptionError("--depth and --against cannot be combined: leave one out")
     return [side, _other_side(options.against, *side)]
 
 
@@ -125,7 +125,9 @@ def _run_sharded(options: argparse.Namespace) -> None:
     """
     if options.dtype or options.against or options.real or options.depth:
         others = "--dtype, --against, --real or --depth"
-        raise OptionError(f"--parallel does not go with {others}; give the dtype with --precision")
+        raise OptionError(
+            f"--parallel cannot be combined with {others}; give the dtype with --precision"
+        )
     from amp_lab.tracing.sharded_step import group_of
     from amp_lab.tracing.sharding import parallel_of, xray_sharding
 

@@ -13,7 +13,7 @@ NO_PRIMITIVE = "could not create a primitive descriptor"
 NO_PRIMITIVE_REMEDY = remedy(
     "cpu.no_primitive",
     "an LSTM runs under autocast, and oneDNN has no kernel for it on this CPU",
-    "oneDNN has no kernel for it on this CPU, so run the layer in fp32: "
+    "oneDNN has no kernel for this layer on this CPU, so run the layer in fp32: "
     'with torch.autocast("cpu", enabled=False), on x.float()',
     failure="AMP0042",
 ).text

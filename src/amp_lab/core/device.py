@@ -45,15 +45,16 @@ class DeviceReport:
     backend: str
     """The backend that torch uses for it, e.g. ``CUDA 13.0, compute capability 9.0``."""
     memory_bytes: int | None
-    """Memory of the device in bytes; for a CPU, what this process may use. None if unknown."""
+    """Memory of the device in bytes; for a CPU, the memory that this process may use. None if
+    unknown."""
     rates: dict[Precision, float | None]
     """Measured rate of a matmul in FLOP/s; None for a precision that the device does not have."""
     values: dict[Precision, MatmulNumerics | None]
     """The accuracy of the same matmul in each precision; None for a precision that the device does
     not have."""
     fp32_bits_as_set: tuple[int, int]
-    """Bits of significand that an fp32 input keeps in a matmul and in a convolution, with the modes
-    that are set in this process: 24, or 11 if TF32 is allowed and available."""
+    """Bits of significand that fp32 inputs keep in matmuls and in convolutions, with the current
+    settings of torch: 24, or 11 if TF32 is allowed and available."""
     trusted: bool
     """Whether the machine was quiet enough to measure the rates. If not, measure again."""
     recommended: Precision
@@ -213,7 +214,8 @@ def describe_device(device: torch.device | str) -> DeviceReport:
         `describe_device` times a square matmul in each precision. It recommends the first of these
         precisions that is at least 1.25 times as fast as fp32: bf16 (only if bf16 has at least 0.75
         of the rate of fp16), fp16, tf32. If none is, it recommends fp32. If the machine is too busy
-        to measure, the instructions of the CPU or the compute capability of the GPU decide.
+        to measure, the recommendation depends on the instructions of the CPU or the compute
+        capability of the GPU.
 
     Example:
         report = describe_device("cpu")
@@ -258,17 +260,17 @@ def _recommend(rates: dict[Precision, float | None]) -> tuple[Precision, str]:
     # bf16 needs no loss scale, so it may be slower than fp16, down to three quarters of its rate.
     if bf16 >= ACCELERATED and bf16 >= 0.75 * fp16:
         return Precision.BF16, (
-            f"its matmul runs at {bf16:.2f}x the rate of fp32, and it has the range of fp32, "
+            f"a bf16 matmul runs at {bf16:.2f}x the rate of fp32, and bf16 has the range of fp32, "
             "so gradients need no scaling"
         )
     if fp16 >= ACCELERATED:
         return Precision.FP16, (
-            f"its matmul runs at {fp16:.2f}x the rate of fp32, bf16's at {bf16:.2f}x; "
-            "its range is small, so use a gradient scaler"
+            f"an fp16 matmul runs at {fp16:.2f}x the rate of fp32, a bf16 matmul at {bf16:.2f}x; "
+            "the range of fp16 is small, so use a gradient scaler"
         )
     if tf32 >= ACCELERATED:
         return Precision.TF32, (
-            f"its matmul runs at {tf32:.2f}x the rate of fp32, and no other precision is faster"
+            f"a TF32 matmul runs at {tf32:.2f}x the rate of fp32, and no other precision is faster"
         )
     return Precision.FP32, (
         f"no other precision is measurably faster (bf16 {bf16:.2f}x, fp16 {fp16:.2f}x)"

@@ -26,11 +26,11 @@ class Failure:
     code: str
     """The code of the failure, such as ``AMP0004``. It never changes."""
     title: str
-    """What goes wrong, in a few words."""
+    """A short description of the failure."""
     cause: str
     """The cause of the failure."""
     cure: str
-    """What to do."""
+    """The way to fix the failure."""
     page: str
     """The section with more detail: a path in the repository with an anchor."""
     unsafe: str = ""
@@ -74,7 +74,7 @@ class Reference:
     """Subject words. A message about precision has at least one, in the form that `terms_of`
     returns."""
     symptom_words: frozenset[str]
-    """More words. A description without a message must have one of these or a subject word."""
+    """Symptom words. A description without a message must have one of these or a subject word."""
     synonyms: dict[str, str]
     """The index word for each synonym that people type."""
 

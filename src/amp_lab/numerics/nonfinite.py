@@ -51,7 +51,7 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
     one step only.
 
     Args:
-        model: The model. Its results stay the same to the last bit.
+        model: The model. The block does not change the results of the model.
         raise_on_first: Whether to end the block with a `NumericsError` that contains the report.
 
     Raises:

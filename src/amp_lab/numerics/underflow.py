@@ -239,9 +239,9 @@ def gradient_underflow(
         An `UnderflowReport`. Print it to see the lost shares by layer, or read `smallest_scale`.
 
     Raises:
-        NumericsError: If no parameter requires a gradient, if a scale is not such a power of two,
-            or if the loss is not a single number, does not depend on the model, or has no graph, a
-            freed graph or a compiled one.
+        NumericsError: If no parameter requires a gradient, if a scale is not a power of two in this
+            range, if the loss is not a single number or does not depend on the model, or if the
+            graph of the loss is missing, freed or compiled.
 
     Source:
         The histogram of Micikevicius et al., "Mixed Precision Training", 2018, figure 3. Each value

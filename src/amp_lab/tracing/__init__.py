@@ -1,4 +1,4 @@
-"""Trace a model as on a device that need not be in this machine.
+"""Trace a model for a device that need not be in this machine.
 
 Import `xray`, `op_table`, `forecast_memory` and `largest_batch` from `amp_lab`.
 """

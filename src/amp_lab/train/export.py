@@ -305,7 +305,7 @@ def _export_problem(file_format: str, model_name: str, dtype: torch.dtype, error
     is_of_onnxruntime = type(error).__module__.startswith("onnxruntime")
     if is_of_onnxruntime and dtype is torch.bfloat16:
         return (
-            f"{description} cannot be written as onnx, because ONNX Runtime's CPU cannot run it; "
+            f"{description} cannot be written as onnx: ONNX Runtime cannot run it on a CPU; "
             "try --dtype fp16 or fp32, or another format"
         )
     return (

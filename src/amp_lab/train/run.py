@@ -486,13 +486,15 @@ def _warn_of_slow_fp16(device: torch.device) -> None:
     report = describe_device(device)
     speedup = report.speedup(Precision.FP16)
     if report.trusted and speedup < 0.5:  # less than half the rate of fp32
-        reason = f"on this CPU a matmul takes {1 / speedup:.0f} times as long as in fp32"
+        reason = f"a matmul takes {1 / speedup:.0f} times as long as in fp32"
     elif not report.trusted and not onednn_has_fp16():
-        reason = "this CPU has no fp16 instructions, so it is slow"
+        reason = "this CPU has no fp16 instructions"
     else:
         return
     warnings.warn(
-        f"fp16: {reason}; use bf16, which needs no more memory", AmpLabWarning, stacklevel=4
+        f"fp16 is slow here: {reason}; use bf16, which needs no more memory",
+        AmpLabWarning,
+        stacklevel=4,
     )
 
 

@@ -58,7 +58,7 @@ def locate_data(config: RunConfig, data: str | None, saved: SavedRun | None, out
     if data is not None:
         if row.source is Source.LIBRARY:
             raise RunError(
-                f"--data {data}: leave out --data, because {dataset} is in a library; for your "
+                f"--data {data}: {dataset} is part of a library, so leave out --data; for your "
                 "images use --dataset folder, for your text --dataset text"
             )
         return data

@@ -68,7 +68,7 @@ def test_an_altered_or_missing_batch_is_named(name, cifar10_copy):
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
-    assert f"{path} is damaged or altered" in refusal(load_dataset, "cifar10", cifar10_copy)
+    assert f"{path} was damaged or changed" in refusal(load_dataset, "cifar10", cifar10_copy)
     path.unlink()
     assert f"{path} is missing" in refusal(load_dataset, "cifar10", cifar10_copy)
 

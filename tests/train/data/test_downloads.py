@@ -233,7 +233,7 @@ def test_a_text_that_cannot_be_fetched_names_the_address_and_its_place(
     place = tmp_path / "poem.txt"
     assert said.startswith("poem cannot be downloaded: ")
     assert said.endswith(f"Instead, save {server.url} as {place}")
-    assert ("switched off" in said) != download
+    assert ("turned off" in said) != download
     place.write_bytes(server.content)  # by hand
     assert load_dataset(poem, tmp_path).name == "poem"
 
@@ -241,6 +241,6 @@ def test_a_text_that_cannot_be_fetched_names_the_address_and_its_place(
 def test_a_text_that_was_altered_is_refused(poem, server, tmp_path):
     (tmp_path / "poem.txt").write_bytes(server.content + b"more")
     said = refusal(load_dataset, poem, tmp_path)
-    assert "poem.txt is damaged or altered; delete it" in said
+    assert "poem.txt was damaged or changed; delete" in said
     (tmp_path / "poem.txt").unlink()
     assert load_dataset(poem, tmp_path).name == "poem"

@@ -110,7 +110,7 @@ def _readable_images(
         _write_table(table, readable, targets_of)
     elif not_in_table:
         examples = listed(not_in_table, 3)
-        raise DataError(f"{table} lacks {examples}; delete the file, so that it is written again")
+        raise DataError(f"{table} lacks {examples}; delete the file, and a new one is written")
     return readable, damaged
 
 
@@ -121,7 +121,7 @@ def _read_table(table: Path, targets_of: dict[str, int]) -> set[str]:
     """
     if not table.exists():
         return set()
-    remedy = "correct it, or delete the file, so that it is written again"
+    remedy = "correct it, or delete the file, and a new one is written"
     try:
         with open_regular(table) as content, io.TextIOWrapper(content, "utf-8", newline="") as file:
             rows = csv.DictReader(file, strict=True)

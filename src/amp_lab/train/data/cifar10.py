@@ -125,7 +125,7 @@ def _require_files(root: Path, checksums: dict[str, str]) -> None:
         if not path.is_file():
             raise DataError(f"{path} is missing; {remedy}") from None
         if md5_of(path) != md5:
-            raise DataError(f"{path} is damaged or altered; {remedy}") from None
+            raise DataError(f"{path} was damaged or changed; {remedy}") from None
 
 
 def _require_valid(dataset: CIFAR10) -> None:

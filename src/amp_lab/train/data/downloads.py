@@ -97,7 +97,7 @@ def download(url: str, path: Path, *, md5: str) -> None:
     except (OSError, http.client.HTTPException) as error:
         raise DataError(
             f"{url} cannot be fetched to {path}: {first_line(error)}; "
-            "try again later, and the download resumes where it stopped"
+            "try again later to resume the download"
         ) from error
 
 

@@ -17,5 +17,5 @@ def load_downloaded_text(name: str, url: str, md5: str, options: LoadOptions) ->
     if not path.exists():
         fetch_file(name, url, md5, path, may_download=options.download)
     if md5_of(path) != md5:
-        raise DataError(f"{path} is damaged or altered; delete it, so that it is downloaded again")
+        raise DataError(f"{path} was damaged or changed; delete the file to download it again")
     return load_text(name, read_texts(path), options)

@@ -83,7 +83,7 @@ _ADVICE |= {  # a module's advice is for all its names without an entry of their
     ),
     "apex.amp.master_params": (
         'write (p for group in optimizer.param_groups for p in group["params"]), after '
-        "scaler.unscale_(optimizer) where there is a scaler"
+        "scaler.unscale_(optimizer) if there is a scaler"
     ),
     "apex.amp.state_dict": "save scaler.state_dict() instead",
     "apex.amp.load_state_dict": (
@@ -105,12 +105,12 @@ _ADVICE |= {  # a module's advice is for all its names without an entry of their
     ),
     "apex.optimizers.FusedSGD": "write torch.optim.SGD(..., fused=True)",
     "apex.optimizers.FP16_Optimizer": _MASTERS,
-    "apex.optimizers": "torch.optim has no such optimizer: use torch.optim.AdamW, and tune it",
+    "apex.optimizers": "torch has no equivalent: use torch.optim.AdamW, and tune its settings",
     "apex.parallel.DistributedDataParallel": (
         "write torch.nn.parallel.DistributedDataParallel(model, device_ids=[local_rank]); "
         "instead of delay_allreduce=True, pass find_unused_parameters=True"
     ),
-    "apex.parallel": "torch has no equivalent: check whether you still need it",
+    "apex.parallel": "torch has no equivalent: check whether the code still needs this",
     "apex.normalization.FusedRMSNorm": "write torch.nn.RMSNorm(..., eps=1e-5)",
     "apex.normalization.MixedFusedRMSNorm": "write torch.nn.RMSNorm(..., eps=1e-5)",
     "apex.normalization": "write torch.nn.LayerNorm",
@@ -132,7 +132,7 @@ _ADVICE |= {  # a module's advice is for all its names without an entry of their
         "remove this use: torch's optimizers and clip_grad_norm_ process many tensors at once"
     ),
     "apex.pyprof": "use torch.profiler, or torch.autograd.profiler.emit_nvtx",
-    "apex": "torch has no equivalent: check what the code does and whether you still need it",
+    "apex": "torch has no equivalent: check what the name does and whether the code needs it",
 }
 ADVICE = {
     name: remedy(f"migrate.{name}", f"{name} is used and not rewritten", text)

@@ -67,7 +67,8 @@ ATTRIBUTE = remedy(
 DELETED = remedy(
     "migrate.deleted",
     "the code deletes an old name after use",
-    "this line deletes the name: write torch.amp.{name} where the name is used, and drop this line",
+    "this line deletes the name: write torch.amp.{name} where the name is used, "
+    "and delete this line",
 )
 COMPARED = remedy(
     "migrate.compared",
