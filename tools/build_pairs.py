@@ -378,7 +378,10 @@ def _figure_outputs(notebook: nbformat.NotebookNode) -> list[dict]:
 
 def _few_colours(png: bytes) -> bytes:
     """A drawing with a palette of 256 colours, which is a third of the size; a photograph as is."""
-    picture = Image.open(io.BytesIO(png)).convert("RGB")
+    drawing = Image.open(io.BytesIO(png))
+    if drawing.mode == "P":  # it has a palette already: a second one would only change the bytes
+        return png
+    picture = drawing.convert("RGB")
     if picture.getcolors(maxcolors=4096) is None:
         return png
     smaller = io.BytesIO()

@@ -323,6 +323,19 @@ def test_what_depends_on_another_machine_is_kept_where_its_code_did_not_change(f
     assert "of the other machine" not in pair.read_text()
 
 
+def test_new_text_leaves_the_bytes_of_a_figure(folder):
+    source = folder / "01_sound.py"
+    channel = "Image.effect_noise((64, 64), 90).point(lambda value: value // 40 * 40)"
+    figure = f'from PIL import Image\n\nImage.merge("RGB", [{channel} for _ in range(3)])\n'
+    source.write_text(f"{HEADER}# %% [markdown]\n# # Draw\n\n# %%\n{figure}")
+    assert build_pairs.main([]) == 0
+    pair = source.with_suffix(".ipynb")
+    drawn = build_pairs.figures(nbformat.read(pair, as_version=4))
+    source.write_text(source.read_text().replace("# # Draw", "# # Draw noise"))
+    assert build_pairs.main(["--text"]) == 0
+    assert build_pairs.figures(nbformat.read(pair, as_version=4)) == drawn
+
+
 def test_new_text_needs_no_run_and_new_code_does(folder, capsys):
     source = folder / "01_sound.py"
     source.write_text(HEADER + "# %% [markdown]\n# # Add\n\n# %%\n1 + 1\n\n# %%\n1 + 1\n")
