@@ -61,6 +61,7 @@ x = torch.tensor([[1.0, 2.0]])  # (1, 2), the input of most programs below
 #   "loss turns nan suddenly after thousands of iterations or 20 to 200 epochs, disabling amp fixes it",
 #   "activations overflow in fp16: lower lr, warmup, gradient and weight clipping did not help",
 #   "a few batches are nan and ruin the accumulated loss of the epoch",
+#   "lost value becomes nan",
 # ]
 # words = "t5 mt5 gemma overflow activation diverges explosion fine-tuning fp16 hidden states tensorboard conformer mamba barlow performer collapse query key bmm conv"
 # -->

@@ -130,6 +130,8 @@ assert unscaled.isnan().any()
 #   "the loss does not move in half precision, in float it learns, no nan and no error",
 #   "accuracy stays at chance or decreases in fp16",
 #   "only the small terms of a multi-task loss stop improving",
+#   "the gradient norm on wandb is about 1e-9 with fp16, and the loss does not converge",
+#   "does not converge at all in fp16, in fp32 the same code does",
 # ]
 # words = "vanishing flush denormal subnormal small loss weight mean reduction no scaler underflow"
 # -->
@@ -327,6 +329,9 @@ assert set(scales_in(torch.bfloat16, enabled=False)) == {1.0}
 #   "fine-tuning at lr 1e-6 barely improves, weights are resident in BF16",
 #   "exp_avg and exp_avg_sq are bf16, is there an fp32 main copy of the parameters",
 #   "weights are identical after 100 steps",
+#   "a change smaller than a thousandth of the weight is lost in bf16",
+#   "ramp-up or warmup steps make bf16 updates vanish",
+#   "a model that was put entirely into bf16 by hand learns more slowly",
 # ]
 # words = "Kahan summation stochastic rounding master weights pure full bf16 AdamW RMSNorm LayerNorm LoRA peft update lost rounded stuck assign load_state_dict param_dtype fp32 main parameters optimizer_dtype FusedAdam convergence torchtune"
 # -->
@@ -453,6 +458,9 @@ assert first_step(torch.ones(1).half(), [1e-4], fused=True, lr=1e-4) == [1.0]
 #   "an index is out of range in bf16, 999 becomes 1000",
 #   "terrible quality once an input is as long as the maximum sequence length, sin and cos tables are built anew",
 #   "KL or logits differ between two frameworks after a bf16 checkpoint is reloaded",
+#   "positional encodings are wrong for long contexts in bf16 or fp16",
+#   "cos and sin of the rotary embedding differ wildly from fp32 at some positions",
+#   "neighbouring positions become the same number",
 # ]
 # words = "RoPE rotary position embedding inv_freq cos sin cached arange index counter cumsum integer position_ids long context sin_cached cos_cached mistral"
 # -->

@@ -52,6 +52,8 @@ x = torch.tensor([[1.0, 2.0]])  # (1, 2), the input of most programs below
 #   "the gradient norm doubles or halves every 2000 steps, without mixed precision it does not",
 #   "max_norm 1.0 practically halts training with AMP, I have to pass 1e5 or 1e6, and the value changes during the run",
 #   "gradients are super small after clipping with precision=16, close to the limit in 32",
+#   "max_norm has to be huge before anything trains with amp",
+#   "detection or classification quality collapses when 16 bit precision and gradient clipping are both on",
 # ]
 # words = "clipping clip_grad_norm_ clip_grad_value_ max_grad_norm wandb hook halts"
 # -->
@@ -183,6 +185,7 @@ assert overflowing_step(strict=False, replace=True) == 65536
 #   "the KL to the reference model stays 0, or swapping in other weights (EMA, reference) has no effect",
 #   "flat loss with fp32 master weights, the same code trains with bf16 weights",
 #   "swapped-in EMA or reference weights give the same output",
+#   "autocast is around backward and optimizer.step and the loss curve is poor",
 # ]
 # words = "stale cache cache_enabled frozen flat GRPO DPO"
 # -->
@@ -256,6 +259,8 @@ with torch.autocast("cpu", dtype=torch.bfloat16):
 #   "reload the checkpoint and continue: the loss shoots up to 30 in spite of warmup, later it recovers",
 #   "the resumed run overflows at once, an uninterrupted one does not",
 #   "Fp16 grad scale is 0 after resuming and the loss stays where it is",
+#   "after restarting from a checkpoint the loss goes back to a high value",
+#   "the loss explodes in the first steps after a checkpoint is loaded with amp",
 # ]
 # words = "spike bump restart continue restore scaler.pt rng_state grad_norm reload jump curve"
 # -->
@@ -337,6 +342,7 @@ assert step == step + 1 == 300
 #   "loading the optimizer state casts fp32 moments to bf16 or fp16, parameters become NaN",
 #   "Muon's momentum buffer is fp32 and gradients are bf16 after a DeepSpeed resume",
 #   "8-bit or bf16 optimizer state has another dtype after load_state_dict",
+#   "bf16 moments of an old checkpoint are loaded into an fp32 optimizer",
 # ]
 # words = "lerp_ exp_avg exp_avg_sq AdamW Muon momentum_buffer ema_pytorch"
 # -->
@@ -414,6 +420,7 @@ for dtype in (torch.float16, torch.float32):
 #   "scaler.load_state_dict fails because the checkpoint is of a bf16 or fp32 run",
 #   "the checkpoint was saved without AMP and I want to resume with AMP",
 #   "resume on a GPU from a checkpoint of a CPU run",
+#   "the state dict of the GradScaler is empty",
 # ]
 # words = "resume"
 # -->

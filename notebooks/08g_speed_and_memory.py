@@ -275,6 +275,7 @@ assert torch.tensor(1.0).half() + 1e-4 == 1  # an update of an fp16 weight
 #   "with LoRA and pure bf16 the GPUs are fuller than the readme says",
 #   "reducing VRAM: fp16 instead of bf16 saves nothing",
 #   "with precision bf16 the parameters print as float32 and the memory saving is small",
+#   "fp16 reduces the memory by a few percent only",
 # ]
 # words = """
 # VRAM usage reduce half saves activations Adam states large model max_memory_allocated peak
@@ -579,6 +580,7 @@ torch.testing.assert_close(gradient_of(large.split(4)), gradient_of([large]))
 #   "the memory explodes in the middle of the validation loop",
 #   "model.eval() takes more and more GPU memory",
 #   "allocated memory climbs with each training step until it is full",
+#   "validation is out of memory in the first epoch, training fits",
 # ]
 # words = """
 # OOM increases accumulate eval_accumulation_steps preprocess_logits_for_metrics detach item leak

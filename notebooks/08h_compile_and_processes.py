@@ -240,6 +240,7 @@ for mode, new_name, is_tf32 in (("high", "tf32", True), ("highest", "ieee", Fals
 #   "how to get rid of the autocast deprecation warning",
 #   "what replaces torch.cuda.amp.GradScaler",
 #   "yellow warnings about torch.cuda.amp fill the log of an old repository, can I ignore them",
+#   "deprecated warning for autocast or GradScaler with args in every epoch",
 # ]
 # words = "FutureWarning torch.amp migrate rename custom_fwd custom_bwd yolov5"
 # -->

@@ -24,6 +24,8 @@ and a comment in TOML, which nobody sees who reads the notebook:
 The first paragraphs after **Why.**, **The fix.** and **Not this.** are the cause, the cure, and a
 cure that is unsafe.
 
+`notebooks/course/asked_words.toml` has more words for a failure, in which people ask about it.
+
 Failures that no cell can show, or that another page explains, are rows of a file with the name of
 the notebook in `notebooks/course/other_failures/`. They have the same keys and `title`, `cause`,
 `cure`, `unsafe`, `sources` and `page`, where more is written.
@@ -33,6 +35,7 @@ of the search, and the index in notebook 08.
 """
 
 import argparse
+import functools
 import json
 import re
 import sys
@@ -47,6 +50,7 @@ DATA = ROOT / "src" / "amp_lab" / "failures" / "data"
 SEARCH = DATA / "search.json"
 OTHERS = ROOT / "notebooks" / "course" / "other_failures"
 VOCABULARY = ROOT / "notebooks" / "course" / "search_words.toml"
+ASKED = ROOT / "notebooks" / "course" / "asked_words.toml"
 INDEX = ROOT / "notebooks" / "08_when_amp_breaks.py"
 PAGES = ("docs/*.md", "README.md", "CHEATSHEET.md", "data/README.md")
 
@@ -228,9 +232,10 @@ def search_data() -> dict[str, Any]:
     """The data of `search.json`: pages, and the words of the search."""
     vocabulary = tomllib.loads(VOCABULARY.read_text(encoding="utf-8"))
     questions = vocabulary["questions"]
-    synonyms = {}  # for each word, the word that is searched for instead
-    for word, others_of_word in vocabulary["synonyms"].items():
-        synonyms |= dict.fromkeys(others_of_word, word)
+    synonyms = {}  # for each word or phrase, the word that is searched for instead
+    for table in ("synonyms", "phrases"):
+        for word, others_of_word in vocabulary[table].items():
+            synonyms |= dict.fromkeys(others_of_word, word)
     all_pages = []
     for page in pages():
         path = page["page"]
@@ -241,14 +246,20 @@ def search_data() -> dict[str, Any]:
     return {
         "pages": all_pages,
         "subject_words": vocabulary["subject_words"],
-        "symptom_words": vocabulary["symptom_words"],
         "synonyms": synonyms,
         "questions": questions,
     }
 
 
+@functools.cache
+def asked_words() -> dict[str, str]:
+    """Further words that people search for, by the code of the failure."""
+    return tomllib.loads(ASKED.read_text(encoding="utf-8"))
+
+
 def _row(entry: Entry) -> dict[str, Any]:
     """The failure as `amp_lab.failures.Failure` reads it, without empty values."""
+    words = [entry.data.get("words", ""), asked_words().get(entry.code, "")]
     row = {
         "code": entry.code,
         "title": entry.title,
@@ -258,7 +269,7 @@ def _row(entry: Entry) -> dict[str, Any]:
         "page": entry.page,
         "messages": _messages(entry),
         "symptoms": entry.data.get("symptoms", []),
-        "words": entry.data.get("words", ""),
+        "words": " ".join(words).strip(),
         "general": entry.data.get("general", False),
         "torch": entry.data.get("torch", ""),
         "sources": list(dict.fromkeys(entry.sources)),  # each once

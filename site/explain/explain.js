@@ -4,11 +4,11 @@
 
 const AmpExplain = (() => {
   const MOST = 3, MAX_CHARACTERS = 1e6, LONGEST_QUESTION = 3000, LONGEST_MESSAGE = 400;
-  const WORDS_IN_COMMON = 6, PART_IN_COMMON = 1 / 3;
+  const WORDS_IN_COMMON = 4, SCORE_OF_A_WORD = 4.8, LONGEST_PHRASE = 3;
   const ERROR = /(?<![A-Za-z_.])[A-Za-z_.]*(?:Error|Exception)\b ?:/g;
   const PRINTED = /(?<![A-Za-z_.])[A-Za-z_.]*(?:Error|Exception|Warning|Unsupported)\b ?[:(]/g;
   const CODE = /(?<![A-Za-z0-9_])AMP[0-9]{4}(?![A-Za-z0-9_])/gi;
-  const VOWEL_Y = /([aeiou])ys?$/;
+  const FINAL_Y = /([aeiou]|^[^aeiouwy]{2,})y(?:s|ed|ing)?$/;
   const PREFIX = /^\s*(?:[\w.]*(?:Error|Exception|Warning)\b:?\s*)+/;
   const FRAME = new RegExp(
     '^[ \\t│]*File "([^"\\n]+)", line (\\d+)(?:, in ([^\\n]+))?(?:\\n([^\\n]*))?' +
@@ -28,8 +28,20 @@ const AmpExplain = (() => {
   /** The words of a text as the index has them, without the names of exceptions before it. */
   function termsOf(text, synonyms) {
     const words = flat(text).replace(PREFIX, "").toLowerCase().match(/[a-z0-9]+/g) ?? [];
-    // lunr's stemmers in Python and JavaScript treat a "y" after a vowel differently.
-    return words.map((word) => (Object.hasOwn(synonyms, word) ? synonyms[word] : word).replace(VOWEL_Y, "$1i"));
+    const terms = [];
+    for (let start = 0, length; start < words.length; start += length) {
+      length = LONGEST_PHRASE;
+      const phrase = () => words.slice(start, start + length).join(" ");
+      while (length > 1 && !Object.hasOwn(synonyms, phrase())) length -= 1;
+      // lunr's stemmers in Python and JavaScript treat a final "y" differently.
+      terms.push((Object.hasOwn(synonyms, phrase()) ? synonyms[phrase()] : phrase()).replace(FINAL_Y, "$1i"));
+    }
+    return terms;
+  }
+
+  /** The terms of a text that the index can find, each once: without words such as "the". */
+  function wordsToSearch(text, synonyms) {
+    return [...new Set(termsOf(text, synonyms))].filter((term) => lunr.stopWordFilter(term));
   }
 
   function endOfLastMatch(pattern, line) {
@@ -76,7 +88,7 @@ const AmpExplain = (() => {
   /** The results of a search for words, best first; those of equal score by their key. */
   function search(index, terms) {
     const results = terms.length ? index.search(terms.join(" ")) : [];
-    const rounded = ({ score }) => Math.round(score * 1e6);
+    const rounded = ({ score }) => Math.round(score * 1e4);
     return results.sort((a, b) => rounded(b) - rounded(a) || (a.ref < b.ref ? -1 : 1));
   }
 
@@ -90,10 +102,10 @@ const AmpExplain = (() => {
   function isAboutPrecision(question, best, reference) {
     if (hasSubject(question, reference)) return true;
     if (question.search(PRINTED) >= 0) return false;
-    const words = new Set(termsOf(question, reference.synonyms));
-    const common = Object.keys(best.matchData.metadata).length;
-    if (common >= WORDS_IN_COMMON) return true;
-    return reference.symptom_words.some((word) => words.has(word)) && common >= PART_IN_COMMON * words.size;
+    const words = wordsToSearch(question, reference.synonyms);
+    // lunr has divided the sum of the scores by the length of the vector of words.
+    const scoreOfAWord = best.score / Math.sqrt(words.length);
+    return Object.keys(best.matchData.metadata).length >= WORDS_IN_COMMON && scoreOfAWord >= SCORE_OF_A_WORD;
   }
 
   /** The last frame of a traceback that is in no library, or null. */
@@ -114,7 +126,7 @@ const AmpExplain = (() => {
     const found = [...new Set([...byCode(line, reference), ...byMessage(line, reference)])];
     if (found.length) return { codes: found.slice(0, MOST), nearest: [], ownLine, byMessage: true };
     const question = questionOf(line);
-    const results = search(index, termsOf(question, reference.synonyms));
+    const results = search(index, wordsToSearch(question, reference.synonyms));
     const failures = results.filter(({ ref }) => ref.startsWith("AMP"));
     const known = failures.length > 0 && isAboutPrecision(question, failures[0], reference);
     const shown = (known ? failures : results).slice(0, MOST).map(({ ref }) => ref);

@@ -14,6 +14,7 @@ from amp_lab import explain
 from amp_lab.failures import Failure, load_reference, read_explanation
 from amp_lab.failures.explanation import last_own_line
 from amp_lab.failures.patterns import flat, pattern
+from amp_lab.failures.words import terms_of, words_to_search
 
 SEEN = json.loads(Path(__file__).with_name("seen.json").read_text(encoding="utf-8"))
 MESSAGE = "mat1 and mat2 must have the same dtype, but got Half and Float"
@@ -21,6 +22,7 @@ CODE = "AMP0018"
 NAMES = ("bf16 ", "fp16 ", "accelerate ", "cuBLAS ", "xFormers ")  # which begin in lower case
 CASES = {"AMP0018": "Half and Float", "AMP0019": "Float and Half"}  # of one pattern
 REFERENCE = load_reference()
+SYNONYMS = REFERENCE.synonyms
 
 
 @pytest.mark.parametrize(
@@ -194,6 +196,31 @@ def test_what_is_not_about_precision_is_unknown(text):
 )
 def test_a_description_of_other_trouble_is_unknown(text):
     assert explain(text) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Precision and F-score are ill-defined and being set to 0.0 in labels",
+        "The mean average precision of my detector is 0.0 after 10 epochs",
+        "double free or corruption (out)",
+        "half of the images are never shown",
+    ],
+)
+def test_words_that_have_another_meaning_in_a_phrase_are_unknown(text):
+    assert explain(text) == []
+
+
+def test_several_words_may_be_one_term():
+    terms = terms_of("Out of memory in a half-precision run, torch.compile is on", SYNONYMS)
+    assert terms == ["oom", "in", "a", "fp16", "run", "compile", "is", "on"]
+    assert terms_of("a data type", SYNONYMS) == ["a", "dtype"]
+    assert terms_of("data", SYNONYMS) == ["data"]
+
+
+def test_a_term_is_searched_once_and_without_stop_words():
+    words = words_to_search("the loss is NaN, and the loss stays a NaN", SYNONYMS)
+    assert words == ["loss", "nan", "stai"]
 
 
 def test_a_description_may_have_enough_words_in_common_with_a_failure():

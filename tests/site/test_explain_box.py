@@ -22,6 +22,7 @@ UNKNOWN = [
     "",
     "hello",
     "AMP9999",
+    "double free or corruption (out)",
     "Early stopping does not trigger although the validation loss gets worse",
 ]
 CODES = [

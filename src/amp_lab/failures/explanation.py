@@ -1,5 +1,6 @@
 """Find the failure that a message, a log or a description is about."""
 
+import math
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -7,16 +8,16 @@ from typing import Any
 from amp_lab.failures.graph_breaks import graph_break
 from amp_lab.failures.patterns import flat
 from amp_lab.failures.reference import Failure, Page, Pattern, Reference, load_reference
-from amp_lab.failures.words import terms_of
+from amp_lab.failures.words import terms_of, words_to_search
 
 MOST = 3  # failures, or pages, that are shown
 MAX_CHARACTERS = 1_000_000  # of a log, from its end
 _LONGEST_QUESTION = 3000  # characters: a longer text is a log
 _LONGEST_MESSAGE = 400  # characters after the name of an error: what follows is other output
-# A description without a word of the subject is known if it has this many words in common with a
-# failure; or this part of its words, if it has a more general word, such as loss.
-_WORDS_IN_COMMON = 6
-_PART_IN_COMMON = 1 / 3
+# A description without a word of the subject is known if so many of its words are words of its best
+# failure, and if its words score so much on average. Found with descriptions of other trouble.
+_WORDS_IN_COMMON = 4
+_SCORE_OF_A_WORD = 4.8
 _PRINTED = re.compile(r"(?<![A-Za-z_.])[A-Za-z_.]*(?:Error|Exception|Warning|Unsupported)\b ?[:(]")
 _ERROR = re.compile(r"(?<![A-Za-z_.])[A-Za-z_.]*(?:Error|Exception)\b ?:")
 _CODE = re.compile(r"(?<![A-Za-z0-9_])AMP[0-9]{4}(?![A-Za-z0-9_])", re.IGNORECASE)
@@ -164,9 +165,9 @@ def question_of(text: str) -> str:
 
 def _by_words(question: str, reference: Reference) -> list[dict[str, Any]]:
     """What the index finds for the words, best first; results of equal score by their key."""
-    terms = terms_of(question, reference.synonyms)
-    results: list[dict[str, Any]] = reference.index.search(" ".join(terms)) if terms else []
-    results.sort(key=lambda result: (-round(result["score"], 6), result["ref"]))
+    words = words_to_search(question, reference.synonyms)
+    results: list[dict[str, Any]] = reference.index.search(" ".join(words)) if words else []
+    results.sort(key=lambda result: (-round(result["score"], 4), result["ref"]))
     return results
 
 
@@ -178,18 +179,17 @@ def has_subject(line: str, reference: Reference) -> bool:
 def _is_about_precision(question: str, best: dict[str, Any], reference: Reference) -> bool:
     """Whether the question has a word of the subject, such as fp16, NaN or autocast.
 
-    A description without an error message may have enough words in common with the best result
-    instead.
+    A description without an error message may be like the best result instead.
     """
     if has_subject(question, reference):
         return True
     if _PRINTED.search(question) is not None:
         return False
-    words = set(terms_of(question, reference.synonyms))
+    words = words_to_search(question, reference.synonyms)
+    # lunr has divided the sum of the scores by the length of the vector of words.
+    score_of_a_word = best["score"] / math.sqrt(len(words))
     common = len(best["match_data"].metadata)
-    if common >= _WORDS_IN_COMMON:
-        return True
-    return bool(reference.symptom_words & words) and common >= _PART_IN_COMMON * len(words)
+    return common >= _WORDS_IN_COMMON and score_of_a_word >= _SCORE_OF_A_WORD
 
 
 def last_own_line(text: str) -> OwnLine | None:

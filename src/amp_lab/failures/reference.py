@@ -73,8 +73,6 @@ class Reference:
     subject_words: frozenset[str]
     """Subject words. A message about precision has at least one, in the form that `terms_of`
     returns."""
-    symptom_words: frozenset[str]
-    """Symptom words. A description without a message must have one of these or a subject word."""
     synonyms: dict[str, str]
     """The index word for each synonym that people type."""
 
@@ -114,7 +112,6 @@ def reference_from(data: dict[str, Any]) -> Reference:
         patterns=tuple(patterns),
         pages={row["page"]: Page(**row) for row in data["pages"]},
         subject_words=frozenset(data["subject_words"]),
-        symptom_words=frozenset(data["symptom_words"]),
         synonyms=data["synonyms"],
     )
 

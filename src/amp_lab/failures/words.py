@@ -10,26 +10,49 @@ from amp_lab.failures.patterns import flat
 if TYPE_CHECKING:
     from amp_lab.failures.reference import Failure, Page
 
+_PURPOSE = "finding a text by its words"
 # Found with practice questions: how much each field counts, and how much less a long text does.
-_BOOST = {"title": 2, "symptoms": 2, "messages": 0.3, "words": 1, "text": 1}
-_B, _K1 = 0.5, 0.8  # of BM25
+_BOOST = {"title": 2, "symptoms": 2, "messages": 0.3, "words": 2, "text": 0.6}
+_B, _K1 = 0.2, 0.6  # of BM25
 _PREFIX = re.compile(r"^\s*(?:[\w.]*(?:Error|Exception|Warning)\b:?\s*)+")
 _WORD = re.compile(r"[a-z0-9]+")
-# lunr's stemmers in Python and JavaScript treat a "y" after a vowel differently.
-_VOWEL_Y = re.compile(r"([aeiou])ys?$")
+_LONGEST_PHRASE = 3  # words
+# lunr's stemmers in Python and JavaScript treat a final "y" differently: after a vowel, and in
+# words without a vowel, such as "try".
+_FINAL_Y = re.compile(r"([aeiou]|^[^aeiouwy]{2,})y(?:s|ed|ing)?$")
 
 
 def terms_of(text: str, synonyms: dict[str, str]) -> list[str]:
-    """The words of a text as the index has them, without the names of exceptions before it."""
+    """The words of a text as the index has them, without the names of exceptions before it.
+
+    A synonym may consist of several words, such as ``out of memory``.
+    """
     words = _WORD.findall(_PREFIX.sub("", flat(text)).lower())
-    return [_VOWEL_Y.sub(r"\1i", synonyms.get(word, word)) for word in words]
+    terms = []
+    start = 0
+    while start < len(words):
+        length = _LONGEST_PHRASE
+        while length > 1 and " ".join(words[start : start + length]) not in synonyms:
+            length -= 1
+        word = " ".join(words[start : start + length])
+        terms.append(_FINAL_Y.sub(r"\1i", synonyms.get(word, word)))
+        start += length
+    return terms
+
+
+def words_to_search(text: str, synonyms: dict[str, str]) -> list[str]:
+    """The terms of a text that the index can find, each once: without words such as *the*."""
+    with needed_for(_PURPOSE):
+        from lunr.stop_word_filter import WORDS
+
+    return [term for term in dict.fromkeys(terms_of(text, synonyms)) if term not in WORDS]
 
 
 def build_index(
     failures: Iterable["Failure"], pages: Iterable["Page"], synonyms: dict[str, str]
 ) -> Any:
     """A lunr index that finds failures by their code, and pages by their path."""
-    with needed_for("finding a text by its words"):
+    with needed_for(_PURPOSE):
         import lunr
 
     builder = lunr.get_default_builder()
