@@ -59,7 +59,7 @@ class FormatReport:
     @property
     def passes(self) -> bool:
         """Whether the verdict is that the format is accurate enough."""
-        return self.verdict.startswith(("holds", "passes"))
+        return self.verdict.startswith(("holds", "accurate enough", "passes"))
 
 
 @dataclass
@@ -72,7 +72,7 @@ class TrainingReport(FormatReport):
     learned: float = 0.0  # the fall of the loss, with the last seed
 
     def judge(self, bf16: "TrainingReport") -> None:
-        """Set the verdict: ``holds``, ``holds in one step``, or the reason why it fails."""
+        """Set the verdict: ``holds``, ``accurate enough in one step``, or why the format fails."""
         self.verdict = self._find_verdict(bf16)
 
     def _find_verdict(self, bf16: "TrainingReport") -> str:
@@ -87,7 +87,7 @@ class TrainingReport(FormatReport):
         if self.losses:
             return "holds" if self._learns_as(bf16) else "it does not learn as bf16 does"
         if abs(self.loss_off) <= max(_LOSS_OFF, _TIMES_BF16 * abs(bf16.loss_off)):
-            return "holds in one step"
+            return "accurate enough in one step"
         return f"its loss is {self.loss_off:+.0%} off"
 
     def _learns_as(self, bf16: "TrainingReport") -> bool:
