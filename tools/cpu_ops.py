@@ -132,7 +132,7 @@ def table(results: dict[str, Any], dtype: str) -> list[str]:
     lines = ["| layer | " + " | ".join(sets) + " |", "|---|" + "---:|" * len(sets)]
     for name in next(iter(sets.values()))["times as long as fp32"]:
         values = [found["times as long as fp32"][name][dtype] for found in sets.values()]
-        cells = ["raises" if isinstance(value, str) else f"{value:.2g}x" for value in values]
+        cells = ["raises" if isinstance(value, str) else f"{value:.2g}" for value in values]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     return lines
 
