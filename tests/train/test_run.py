@@ -478,7 +478,7 @@ def test_export_replaces_no_file_that_is_not_a_checkpoint(copy, capsys, name):
     (copy / "thesis.tex").write_text("mine")
     before = (copy / name).read_bytes()
     said = refused(capsys, ["export", str(copy), str(copy / name)])
-    assert re.search(f"{copy / name}: .*not a checkpoint; --force", said)
+    assert re.search(f"{copy / name} already .*not a checkpoint; --force", said)
     assert (copy / name).read_bytes() == before
     for _ in range(2):  # what it has written itself it replaces
         assert main(["export", str(copy), str(copy / "new.pt")]) == 0

@@ -32,7 +32,8 @@ def build_model(
     """
     if name in SIZES:
         if pretrained or freeze:
-            raise RunError(f"{name}: for a GPT, leave out --pretrained and --freeze")
+            problem = f"{name} has no pretrained weights and cannot be frozen"
+            raise RunError(f"{problem}: leave out --pretrained and --freeze")
         return Gpt(SIZES[name], classes)
     if name not in model_names():
         raise RunError(_unknown_name_message(name))

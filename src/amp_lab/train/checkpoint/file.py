@@ -54,7 +54,7 @@ def save_checkpoint(path: str | os.PathLike, **state) -> None:
     buffer.seek(0)
     unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(buffer)
     if unsafe:
-        raise TypeError(f"save_checkpoint: no safe load is possible for {', '.join(unsafe)}")
+        raise TypeError(f"save_checkpoint cannot save these types safely: {', '.join(unsafe)}")
     archive = buffer.getbuffer()[:-2]  # without the length of the comment, which is 0 here
     checksum = hashlib.sha256(archive).hexdigest()
     comment = _COMMENT % (VERSION, checksum.encode())
