@@ -91,7 +91,7 @@ def test_for_a_gpu_its_memory_is_the_budget(models, capsys):
     ("arguments", "said"),
     [
         (("my_nets:mpl", *INPUT), "did you mean"),
-        (("my_nets:mlp",), "add --input"),
+        (("my_nets:mlp",), "add an --input"),
         (("my_nets:mlp", "--input", "8,15"), "fails on input"),
         (("my_nets:mlp", *INPUT, "--memory", "24G"), "give bytes"),
         (("my_nets:mlp", *INPUT, "--memory", "9" * 20 + "GiB"), "give from one byte to 2^62"),

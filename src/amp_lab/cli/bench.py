@@ -29,7 +29,7 @@ def add(commands) -> None:
         "that the device accelerates)"
     )
     option("--precision", action="append", metavar="NAME", help=low)
-    rung = "optimization to time, as --list names it; repeat the option for several (default: all)"
+    rung = "optimization to time (see --list); repeat the option for several (default: all)"
     option("--rung", action="append", metavar="NAME", help=rung)
     option("--list", action="store_true", help="print the names of workloads and rungs, and stop")
     option("--quick", action="store_true", help="measure small sizes, in less than 3 minutes")

@@ -35,9 +35,9 @@ def add(commands) -> None:
     diff = commands.add_parser(
         "diff",
         help="find the first op where two runs of a model diverge by more than rounding",
-        description="Run two models, or one model in two ways, on the same inputs, and find the "
-        "first op where they diverge by more than rounding explains. Each op is repeated in fp64. "
-        "Only the forward pass runs: gradients are not compared.",
+        description="Run two models, or one model in two ways, on the same inputs. Find the first "
+        "op where the runs diverge by more than rounding explains. Each op is repeated in fp64. "
+        "Only the forward pass runs, so gradients are not compared.",
     )
     add_model(diff)
     option = diff.add_argument

@@ -53,8 +53,8 @@ def add(commands) -> None:
     sharded = "print the dtypes of each parameter under DDP or FSDP2"
     option("--parallel", choices=("ddp", "fsdp"), help=sharded)
     low = (
-        "with --parallel: precision (default: bf16; if the code of the model calls fully_shard, "
-        "its policy)"
+        "with --parallel: precision (default: bf16, or the policy of a model that calls "
+        "fully_shard)"
     )
     option("--precision", choices=_DTYPES, help=low)
     reduce = "with --parallel: dtype in which gradients are summed (default: fp32)"
