@@ -243,9 +243,13 @@ assert "No inf checks were recorded for this optimizer." in message
 
 # %% [markdown]
 # **Why.** `scaler.step` looks for infinities in the gradients of this optimizer, but every `.grad` is
-# `None`. Either the parameters are frozen or belong to another copy of the model, or the loss does not
-# depend on them. `.item()`, `.detach()`, `torch.tensor(...)` and ops without a derivative, such as
-# `argmax`, disconnect the loss from the parameters. <!-- tests/notebooks/test_08c_scaler.py -->
+# `None`: the parameters are frozen, ran under `no_grad` in this step, or belong to another copy of the
+# model, or the loss does not depend on them. `.item()`, `.detach()`, `torch.tensor(...)` and ops without
+# a derivative, such as `argmax`, disconnect the loss from the
+# parameters. <!-- tests/notebooks/test_08c_scaler.py -->
+#
+# Before torch 2.0, [`zero_grad` left zeros in
+# `.grad`](https://github.com/pytorch/pytorch/pull/92731), so the same loop raised no error.
 #
 # With a fused optimizer, only `update` raises an error: `No inf checks were recorded prior to
 # update.` <!-- tests/notebooks/test_08c_scaler.py -->

@@ -158,8 +158,10 @@ with cuda_rules():
     print(message_of(lambda: torch.rand(2, device="cuda").half().quantile(0.5)))
 
 # %% [markdown]
-# **Why.** The op has no kernel for this dtype, in PyTorch or in another package. The layer before the op
-# returns 16 bits, and autocast casts inputs only for the ops on its list.
+# **Why.** The op has no kernel for this dtype, in PyTorch or in another package. The input
+# has 16 bits because the layer before the op returns 16 bits under autocast, or because the whole model
+# was converted: then its weights, gradients and optimizer state have 16 bits too. Autocast casts inputs
+# only for the ops on its list.
 #
 # The list depends on the device. On a CPU it contains the quantile and the inverse, but not the determinant.
 # On CUDA it contains none of the three. <!-- tests/notebooks/test_08f_ops_and_devices.py --> Later versions
