@@ -16,8 +16,8 @@ from amp_lab.core.errors import NumericsError
 PAGE = (Path(__file__).parents[2] / "docs" / "frameworks.md").read_text(encoding="utf-8")
 FENCE = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 SECTIONS = {section.partition("\n")[0]: section for section in PAGE.split("\n## ")[1:]}
-FINE = r"ScaleLog: 5 steps, 0 skipped; scale 65536 at first, 65536 at the last"
-SKIPPED = r"ScaleLog: 5 steps, 5 skipped; scale 65536 at first, 4096 at the last"
+FINE = r"ScaleLog: 5 steps, 0 skipped\. Scale: first 65536, last 65536"
+SKIPPED = r"ScaleLog: 5 steps, 5 skipped\. Scale: first 65536, last 4096"
 NOT_COUNTED = "Some gradients were computed in fp16"
 
 pytestmark = [
@@ -277,7 +277,7 @@ def test_fsdp2(factor, capsys):
         exec(program("FSDP2"), names)
         gathered = [module for module in model.modules() if isinstance(module, FSDPModule)]
         assert gathered == [model, model.first, model.last]
-        with pytest.raises(NumericsError, match="measure before you call fully_shard"):
+        with pytest.raises(NumericsError, match="Call gradient_underflow before fully_shard"):
             gradient_underflow(model, model(names["inputs"]).float().mean())
     finally:
         dist.destroy_process_group()

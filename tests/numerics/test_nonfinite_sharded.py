@@ -79,13 +79,13 @@ def test_a_broken_parameter_says_that_a_shard_was_read():
     with find_nonfinite(model) as found:
         model(torch.ones(2, 4))
     assert found.report.phase == "before"
-    assert "float32 (4, 4), of which this rank's shard was read, 100 %" in str(found.report)
+    assert "float32 (4, 4), read on this rank only, 100 %" in str(found.report)
 
 
 def test_underflow_names_the_remedy_for_a_sharded_model():
     model = sharded(nn.Sequential(nn.Linear(4, 4)), torch.bfloat16)
     loss = model(torch.ones(2, 4)).float().mean()
-    with pytest.raises(NumericsError, match=r"measure before you call fully_shard"):
+    with pytest.raises(NumericsError, match="Call gradient_underflow before fully_shard"):
         gradient_underflow(model, loss)
 
 

@@ -124,7 +124,7 @@ def test_a_disabled_scaler_has_scale_one_and_skips_nothing():
             scaler.step(optimizer)
             scaler.update()
     assert (log.scales, log.skipped, log.skipped_by) == ([1.0] * 3, [], [[]])
-    assert "the scaler is disabled" in repr(log)
+    assert "The scaler is disabled" in repr(log)
 
 
 def test_the_scaler_is_left_as_it_was_also_after_an_error():
@@ -194,9 +194,9 @@ def test_wrapping_again_on_top_is_respected():
 
 def test_a_second_log_and_what_is_no_scaler_are_refused():
     scaler = torch.amp.GradScaler("cpu")
-    with ScaleLog(scaler), pytest.raises(NumericsError, match="close that first"):
+    with ScaleLog(scaler), pytest.raises(NumericsError, match="already has an open ScaleLog"):
         ScaleLog(scaler)
-    with pytest.raises(NumericsError, match="float is no torch"):
+    with pytest.raises(NumericsError, match="torch.amp.GradScaler, not float"):
         ScaleLog(65536.0)
     with pytest.raises(NumericsError, match="no step was logged"):
         ScaleLog(scaler).plot()

@@ -146,7 +146,7 @@ def test_values_that_are_not_finite_are_counted_apart():
     row = report.parameters
     assert (row.nonfinite, row.zero, row.nonzero) == (3, 1, 3)
     assert counted(row, 1.0) == [1, 0, 1]
-    assert "3 values are inf or NaN" in str(report)
+    assert "3 values are already inf or NaN" in str(report)
 
 
 @pytest.mark.parametrize("shape", [(512, 512, 3, 3), (2**20 - 3,), (2**18,)])
@@ -227,7 +227,7 @@ def test_no_hook_stays_behind_after_an_error():
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
     loss = model[1](Bad.apply(model[0](torch.ones(1, 2)))).sum()
     Bad.broken = True
-    with pytest.raises(NumericsError, match=r"from this loss \(broken backward\)"):
+    with pytest.raises(NumericsError, match=r"backward pass failed \(broken backward\)"):
         gradient_underflow(model, loss)
     Bad.broken = False
     assert gradient_underflow(model, loss).parameters.values == 9
@@ -325,7 +325,7 @@ def test_what_fp16_has_flushed_is_not_counted_as_kept(make):
     text = str(report)
     assert says("underflow.fp16_already", text)
     assert "lost" not in text.partition("\n")[2]
-    assert "A loss scale from" not in text
+    assert "Loss scales from" not in text
     assert "No loss scale" not in text
     assert "zero %  subn. %" in text
     content = json.loads(report.to_json())
@@ -367,7 +367,7 @@ def test_the_report_can_be_read_and_drawn():
     report = gradient_underflow(model, loss_of(model, tokens()))
     text, page = str(report), report._repr_html_()
     assert "lost % at 2^16" in text
-    assert f"… and {len(report.rows) - 20} that lose no more" in text
+    assert f"the 20 rows that lose most; .rows has all {len(report.rows)}." in text
     assert page.count("<tr>") == 1 + len(report.rows) + 2
     axes = report.plot()
     assert [ax.get_title(loc="left") for ax in axes] == [
@@ -396,7 +396,7 @@ def used_up():
     ("make", "message"),
     [
         (frozen, "no parameter .*requires a gradient"),
-        (used_up, "call it before loss.backward"),
+        (used_up, "before loss.backward"),
         (lambda: (nn.Linear(2, 1), torch.ones(2, requires_grad=True).sum()), "does not depend on"),
         (lambda: (nn.Linear(2, 1), torch.tensor(1.0)), "the loss has no graph"),
         (lambda: (nn.Linear(2, 1), 1.0), "one number, not float"),

@@ -34,7 +34,7 @@ def test_a_scale_of_the_range_keeps_all():
     text = str(gradient_underflow(model, model()))
     assert says("underflow.scale", text)
     assert not in_fp16(model, 1.0).all()
-    low, high = re.search(r"A loss scale from (\S+) to (\S+) keeps", text).groups()
+    low, high = re.search(r"Loss scales from (\S+) to (\S+) keep", text).groups()
     for power in (low, high):
         kept = in_fp16(model, eval(power.replace("^", "**")))
         assert kept.all()

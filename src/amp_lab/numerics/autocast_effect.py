@@ -20,17 +20,17 @@ def runs_in_fp32(op: str, device_type: str) -> bool:
 def what_autocast_does(op: str, device_type: str) -> str:
     """A clause that describes how autocast to fp16 runs an op that does not run in fp32.
 
-    An example is ``on 'cuda' it runs bmm in fp16 as well``.
+    An example is ``on 'cuda', autocast runs bmm in fp16 as well``.
     """
     if device_type not in BACKENDS:
-        return f"amp_lab has no table of autocast on {device_type!r}"
+        return f"amp_lab does not know what autocast does on {device_type!r}"
     op_policies = _policies(op, device_type)
     if op_policies == {"lower_precision"}:
-        return f"on {device_type!r} it runs {op} in fp16 as well"
+        return f"on {device_type!r}, autocast runs {op} in fp16 as well"
     if op_policies == {"banned"}:
-        return f"on {device_type!r} it refuses {op}"
+        return f"on {device_type!r}, autocast raises an error for {op}"
     inputs = "the dtype of its inputs, which is fp16 after a linear or convolution layer"
-    return f"on {device_type!r} it leaves {op} in {inputs}"
+    return f"on {device_type!r}, autocast leaves {op} in {inputs}"
 
 
 @functools.cache

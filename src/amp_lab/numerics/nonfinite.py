@@ -96,7 +96,8 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
     def __enter__(self) -> "find_nonfinite":
         if find_nonfinite._active is not None:
             raise NumericsError(
-                "find_nonfinite: one is active already; they cannot be nested, so leave that first"
+                "find_nonfinite: another find_nonfinite block is still open. The blocks cannot be "
+                "nested, so leave the other block first."
             )
         self.report = None
         self._reset()
@@ -141,7 +142,8 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
     def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> None:
         if find_nonfinite._active is not self:
             raise NumericsError(
-                "find_nonfinite: use it in a with statement; it was left without being entered"
+                "find_nonfinite: __exit__ was called without __enter__. Use find_nonfinite in a "
+                "with statement."
             )
         super().__exit__(exc_type, exc_val, exc_tb)
         add_note(exc_val, "find_nonfinite")
@@ -149,7 +151,7 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
         self._installed.close()
         try:
             if self._divided_away is not None and self.report is None and exc_val is None:
-                self._end_with(self._divided_away, "a divisor: what was divided by it became 0")
+                self._end_with(self._divided_away, "a divisor: the quotient became 0")
             if self.report is None and isinstance(exc_val, Exception):
                 self.report = left_by_error(exc_val, self._origins.living())
         finally:
@@ -454,7 +456,7 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
                 where = self._sites.last_call(module, owner)
                 return self._note_earlier(tensor, kind, name, where)
         where = self._sites.current
-        return self._note_earlier(tensor, "constant", "a tensor from elsewhere", where)
+        return self._note_earlier(tensor, "constant", "a tensor from outside the block", where)
 
     def _forget(self, overwritten: list[Tensor]) -> None:
         """Drop the origins of memory that was overwritten with finite values."""

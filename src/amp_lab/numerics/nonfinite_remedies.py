@@ -31,40 +31,42 @@ _BEFORE = {
     "parameter": nonfinite_remedy(
         "parameter",
         "a weight was inf or NaN when it was first used",
-        "The weights were inf or NaN before their first use. If an optimizer step caused this, its "
-        "gradients were inf or NaN, or the learning rate is too high. Go back to the last good "
-        "checkpoint. In fp16 autocast, scaler.step(optimizer) skips such a step, but a plain "
-        "optimizer.step() does not. In bf16 and fp32 nothing skips such a step: "
-        "clip_grad_norm_(parameters, max_norm, error_if_nonfinite=True) raises before the step.",
+        "The weights were already inf or NaN when they were first used. If an optimizer step "
+        "caused this, its gradients were inf or NaN, or the learning rate is too high. Load the "
+        "last good checkpoint. In fp16, use scaler.step(optimizer), which skips such a step. In "
+        "bf16 and fp32, call clip_grad_norm_(parameters, max_norm, error_if_nonfinite=True), "
+        "which raises before the step.",
     ),
     "buffer": nonfinite_remedy(
         "buffer",
         "a buffer was inf or NaN when it was first used",
-        "Check the code that writes this buffer, or the checkpoint that the buffer comes from.",
+        "The buffer was already inf or NaN when it was first used. Check the code that writes "
+        "this buffer, or the checkpoint that it was loaded from.",
     ),
     "statistics": nonfinite_remedy(
         "statistics",
         "the running statistics of a norm were inf or NaN",
-        "A batch with an inf or a NaN has updated the running statistics. Call "
-        "reset_running_stats(), or go back to the last good checkpoint, and find that batch.",
+        "A batch with an inf or a NaN has updated the running statistics. Find that batch. Then "
+        "call reset_running_stats(), or load the last good checkpoint.",
         failure="AMP0007",
     ),
     "input": nonfinite_remedy(
         "input",
         "the model was given an inf or a NaN",
-        "The input contained an inf or a NaN. Check the data and the preprocessing: missing "
-        "values, a division by a standard deviation of 0, a cast to fp16 of values over 65504.",
+        "The input contained an inf or a NaN. Check the data and the preprocessing for missing "
+        "values, a division by a standard deviation of 0, or a cast to fp16 of values over 65504.",
         failure="AMP0112",
     ),
     "gradient": nonfinite_remedy(
         "gradient",
         "a gradient was inf or NaN before the backward pass",
-        "The gradient is left from an earlier backward pass: call zero_grad() before this one.",
+        "The gradient is left over from an earlier backward pass. Call zero_grad() before this "
+        "one.",
     ),
     "constant": nonfinite_remedy(
         "constant",
         "a tensor from outside the block was inf or NaN",
-        "No op of this block made the inf or NaN. Check targets, constants, tensors from before "
+        "No op in this block made the inf or NaN. Check targets, constants, tensors from before "
         "the block, and memory from torch.empty that was never written.",
     ),
 }
@@ -73,116 +75,115 @@ _BEFORE = {
 _MASKED_SOFTMAX = nonfinite_remedy(
     "masked_softmax",
     "softmax or attention was given a row that is -inf everywhere",
-    "A row is masked everywhere, so softmax divides 0 by 0. Leave one position of each row "
-    "unmasked, or use masked_fill with torch.finfo(dtype).min instead of -inf. Do not add that "
-    "number: the sum can be -inf again.",
+    "All positions of a row are masked, so softmax divides 0 by 0. Leave at least one position of "
+    "each row unmasked, or use masked_fill with torch.finfo(dtype).min instead of -inf. Do not "
+    "add torch.finfo(dtype).min to the scores: the sum can overflow to -inf.",
     failure="AMP0110",
 )
 _MASKED = nonfinite_remedy(
     "masked",
     "a mask of -inf was multiplied by 0 or subtracted",
-    "0 * -inf and -inf - -inf are NaN. Mask after the arithmetic, with torch.where or "
-    "masked_fill, or fill in (do not add) a finite value such as torch.finfo(dtype).min.",
+    "0 * -inf and -inf - -inf are NaN. Apply the mask after the arithmetic, with torch.where or "
+    "masked_fill. Or fill in a finite value, such as torch.finfo(dtype).min, instead of -inf. Do "
+    "not add that value.",
 )
 _NO_VALUES = nonfinite_remedy(
     "no_values",
     "an op was given an empty tensor",
-    "The op got an empty tensor: the mean of no values is NaN. Skip empty batches.",
+    "The op got an empty tensor, and the mean of no values is NaN. Skip empty batches.",
 )
 _LOSS_SCALE = nonfinite_remedy(
     "loss_scale",
     "a gradient overflowed while the loss was scaled",
     "The loss was scaled by {scale:g}. If only the scale makes the gradient overflow, GradScaler "
-    "handles it: scaler.step(optimizer) skips the step, and scaler.update() lowers the scale. A "
-    "plain optimizer.step() skips nothing. If the gradient still overflows at a scale of 1 "
-    "(ScaleLog shows the scale), it is a real bug: follow the rest of this advice.",
+    "handles this: scaler.step(optimizer) skips the step, and scaler.update() lowers the scale. A "
+    "plain optimizer.step() does not skip the step. If the gradient still overflows at a scale of "
+    "1, the scale is not the cause: follow the rest of this advice. ScaleLog shows the scale.",
     failure="AMP0144",
 )
 _BYPASSED = nonfinite_remedy(
     "bypassed",
     "optimizer.step() was called directly on the gradients of a scaled loss",
-    "The code called optimizer.step() directly, although the loss was scaled. optimizer.step() "
-    "skips no inf or NaN and does not divide by the scale, so the weights may be broken now: go "
-    "back to the last good weights, and call scaler.step(optimizer) and then scaler.update() "
-    "instead.",
+    "The loss was scaled, but the code called optimizer.step() directly. A direct call does not "
+    "divide by the scale and does not skip inf or NaN, so the weights may be broken now. Load the "
+    "last good weights, and call scaler.step(optimizer) and scaler.update() instead.",
     failure="AMP0131",
 )
 HALF_WEIGHTS = nonfinite_remedy(
     "half_weights",
     "trainable weights are fp16, and a GradScaler is used",
-    "The trainable weights are fp16. GradScaler refuses their gradients (Attempting to "
-    "unscale FP16 gradients), so it neither skips a step nor lowers the scale. Keep these weights "
-    "in fp32: load or make the model with dtype=torch.float32, or convert it with model.float(). "
-    "Then run the forward pass under torch.autocast. Or use bf16 without a GradScaler: "
-    "model.bfloat16(), with inputs in bf16.",
+    "The trainable weights are fp16. GradScaler raises an error for their gradients (Attempting "
+    "to unscale FP16 gradients). Keep these weights in fp32: create or load the model with "
+    "dtype=torch.float32, or call model.float(), and run the forward pass under torch.autocast. "
+    "Or use bf16 without a GradScaler: model.bfloat16() and bf16 inputs.",
     failure="AMP0009",
 )
 MASK_VALUE = nonfinite_remedy(
     "mask_value",
     "a number in the code, such as a mask of -1e9, does not fit the dtype",
-    "A number in the code is too large for the dtype of this tensor, as -1e9 is for fp16. If it "
-    "is a mask, fill in the lowest number that the dtype has: "
-    "scores.masked_fill(mask, torch.finfo(scores.dtype).min). Do not add that number: the sum can "
-    "be -inf again.",
+    "A number in the code is too large for the dtype of this tensor, as -1e9 is for fp16. If the "
+    "number is a mask, fill in the lowest number of the dtype: scores.masked_fill(mask, "
+    "torch.finfo(scores.dtype).min). Do not add it to the scores: the sum can overflow to -inf.",
     failure="AMP0004",
 )
 _EPS = nonfinite_remedy(
     "eps",
     "an eps that protects a division, a root or a logarithm is 0 in the dtype",
     "The eps of {eps:g} is 0 in fp16, so it has no effect. Compute this part in fp32, on "
-    "x.float(), with an eps of 1e-3 or more: where x is 0, a gradient can be 1 / eps, and this "
-    "gradient is multiplied by the loss scale and cast back to fp16. An eps of 1e-4 without the "
-    "cast is often not enough: the derivative of 1 / x is 1 / x ** 2, and 1e8 is inf in fp16. In "
-    "inference, fp32 alone is enough: you can keep the eps. If the next layer has fp16 weights, "
-    "cast the result back: .to(x.dtype).",
+    "x.float(), with an eps of 1e-3 or more. A smaller eps can fail in training: where x is 0, "
+    "the gradient can be 1 / eps, and the loss scale multiplies it before the cast back to fp16. "
+    "Do not only raise the eps in fp16: with 1e-4, the derivative of 1 / x is 1e8, which is inf "
+    "in fp16. For inference, fp32 is enough, and you can keep the eps. If the next layer has fp16 "
+    "weights, cast the result back with .to(x.dtype).",
     failure="AMP0005",
 )
 
 # What exceeds 65504 in fp16. How to compute a part in fp32 depends on where its weights are.
-_OVERFLOW = "{what} exceeds 65504, the largest number of fp16. Use bf16, which has fp32's range"
+_OVERFLOW = (
+    "{what} exceeds 65504, the largest number in fp16. Use bf16, which has the same range as fp32"
+)
 _OVERFLOW_AUTOCAST = nonfinite_remedy(
     "fp16_overflow.autocast",
     "a value exceeded 65504 under autocast, with fp32 weights",
-    f"{_OVERFLOW}, or compute this part in fp32, up to where its values are small again: with "
-    "torch.autocast(device_type, enabled=False), on x.float().",
+    f"{_OVERFLOW}. Or compute this part in fp32, up to the op after which the values are small "
+    "again: use torch.autocast(device_type, enabled=False) and x.float().",
     failure="AMP0001",
 )
-_IN_BF16 = f"{_OVERFLOW} (model.bfloat16(), with inputs in bf16)"
+_IN_BF16 = f"{_OVERFLOW} (model.bfloat16() and bf16 inputs)"
 _PART = (
-    "part.float(), called with x.float(), or x.float() before an op without weights; the result "
-    "fits back into fp16 only where its values are small again"
+    "compute this part in fp32: call part.float() on x.float(). An op without weights needs only "
+    "x.float(). Cast back to fp16 only after the values are small again"
 )
 _OVERFLOW_CAST = nonfinite_remedy(
     "fp16_overflow.cast",
     "a value exceeded 65504 with weights in fp16, in an op that autocast leaves in fp16",
-    f"{_IN_BF16}, or compute this part in fp32: {_PART}. Do not rely on autocast to fp16 instead: "
-    "{autocast}.",
+    f"{_IN_BF16}. Or {_PART}. Autocast to fp16 does not help: {{autocast}}.",
     failure="AMP0001",
 )
 _OVERFLOW_FP32_OP = nonfinite_remedy(
     "fp16_overflow.fp32_op",
     "a value exceeded 65504 with weights in fp16, in an op that autocast runs in fp32",
-    f"{_IN_BF16}. Or keep the weights in fp32 and use torch.autocast, which on {{device!r}} runs "
-    f"{{op}} in fp32. To compute one part in fp32: {_PART}.",
+    f"{_IN_BF16}. Or keep the weights in fp32 and use torch.autocast: on {{device!r}}, autocast "
+    f"runs {{op}} in fp32. Or {_PART}.",
     failure="AMP0001",
 )
 _OVERFLOW_GRADIENT = nonfinite_remedy(
     "fp16_overflow.gradient",
     "a gradient exceeded 65504 with weights in fp16",
-    f"{_IN_BF16}. Or keep the weights in fp32, and train under torch.autocast with a GradScaler, "
-    "which skips such a step and lowers the scale of the loss until the gradients fit.",
+    f"{_IN_BF16}. Or keep the weights in fp32 and train under torch.autocast with a GradScaler. "
+    "The GradScaler skips such a step and lowers the loss scale until the gradients fit.",
 )
 _SCORES = nonfinite_remedy(
     "attention_scores",
     "a product of activations, such as attention scores, exceeded 65504",
-    "If these are attention scores: divide the queries by sqrt(d) before the matmul, or call "
+    "If these are attention scores, divide the queries by sqrt(d) before the matmul, or call "
     "F.scaled_dot_product_attention.",
 )
 _RANGE = nonfinite_remedy(
     "range",
     "a result exceeded the range of bf16 or fp32",
-    "The result exceeds the range of {dtype}: find out why the inputs are so large, or whether "
-    "this op is infinite at one of them.",
+    "The result exceeds the range of {dtype}. Find out why the inputs are so large, or whether "
+    "the op is infinite at one of them.",
 )
 
 _NEAR_ZERO = 1e-2
@@ -194,14 +195,14 @@ _ATTENTION_NODES = ("scaleddotproduct", "flashattention", "efficientattention", 
 _DERIVATIVE = nonfinite_remedy(
     "backward.other",
     "the backward pass of another op",
-    "The derivative is infinite, or this is 0 * inf: before the op, move its input away from "
-    "values at which the derivative is infinite. A torch.where after the op does not help.",
+    "The derivative is infinite at this input, or the backward pass computed 0 * inf. Before "
+    "the op, move the input away from values at which the derivative is infinite. A torch.where "
+    "after the op does not help.",
 )
 _UNKNOWN = nonfinite_remedy(
     "other",
     "another op made a NaN",
-    "The op computed 0 * inf, inf - inf or 0 / 0: find out which input is zero or very large, and "
-    "why.",
+    "The op computed 0 * inf, inf - inf or 0 / 0. Find out why an input is zero or very large.",
 )
 
 

@@ -16,41 +16,43 @@ if TYPE_CHECKING:
 _FRACTION = remedy(
     "nonfinite.pow.fraction",
     "a negative number is raised to a fractional exponent",
-    "A negative number has no power with a fractional exponent. If x should not be negative: "
-    "x.clamp_min(1e-3) ** p. If both signs are meant, keep the sign: "
-    "x.sign() * x.abs().clamp_min(1e-3) ** p.",
+    "A negative number has no power with a fractional exponent. If x should not be negative, use "
+    "x.clamp_min(1e-3) ** p. If x may have both signs, keep the sign: x.sign() * "
+    "x.abs().clamp_min(1e-3) ** p.",
 )
 _ZERO = remedy(
     "nonfinite.pow.zero",
     "a number that is 0 or nearly 0, and not negative, is raised to a negative exponent",
-    "0 has no power with a negative exponent: x.clamp_min(1e-3) ** p, with a limit that suits p.",
+    "0 has no power with a negative exponent. Use x.clamp_min(1e-3) ** p, with a limit that suits "
+    "p.",
 )
 _TOO_LARGE_FOR_FP16 = remedy(
     "nonfinite.pow.fp16",
-    "a power exceeds fp16, and fits fp32",
-    "The power exceeds fp16 and fits fp32: x.float() ** p, which keeps both signs and all values.",
+    "a power exceeds fp16 but fits fp32",
+    "The power is too large for fp16 but fits fp32. Use x.float() ** p, which keeps all values "
+    "and their signs.",
     failure="AMP0006",
 )
 _TOO_LARGE = remedy(
     "nonfinite.pow.range",
     "a power exceeds fp32",
-    "The power is out of range in fp32 too: x.clamp(-1e3, 1e3) ** p, with a limit that suits p. "
-    "Use the same limit on both sides, since the values may have both signs.",
+    "The power is too large even for fp32. Use x.clamp(-1e3, 1e3) ** p, with a limit that suits "
+    "p. Use the same limit on both sides, because the values may have both signs.",
 )
 _EXPONENT = remedy(
     "nonfinite.pow.exponent",
     "a number is raised to exponents that are too large",
-    "The exponent is too large (2 ** x exceeds fp16 from x = 16 on, and fp32 and bf16 from 128 "
-    "on): subtract the largest exponent first, a ** (x - x.max()) for a > 1, or clamp it, "
-    "a ** x.clamp_max(limit).",
+    "The exponent is too large: 2 ** x overflows in fp16 from x = 16 on, and in fp32 and bf16 "
+    "from x = 128 on. For a > 1, subtract the largest exponent first: a ** (x - x.max()). Or "
+    "clamp the exponent: a ** x.clamp_max(limit).",
 )
 BOTH_SIGNS = remedy(
     "nonfinite.both_signs",
     "a division by numbers near 0 of both signs, or a negative power of them",
-    "The divisor x is 0 or nearly 0, and has both signs. Keep its sign and move it away from 0: "
-    "torch.where(x < 0, x.clamp_max(-1e-2), x.clamp_min(1e-2)) instead of x. Do not use clamp_min "
-    "alone, which changes every negative value. Do not add an eps, which makes some negative "
-    "values 0.",
+    "The divisor x is 0 or nearly 0, and has values of both signs. Move each value away from 0 "
+    "and keep its sign: use torch.where(x < 0, x.clamp_max(-1e-2), x.clamp_min(1e-2)) instead of "
+    "x. Do not use clamp_min alone, which changes every negative value. Do not add an eps, which "
+    "makes some negative values 0.",
 )
 
 

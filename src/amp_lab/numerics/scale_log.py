@@ -14,7 +14,8 @@ from amp_lab.numerics.error_notes import add_note
 _BELOW_ONE = remedy(
     "scale_log.below_one",
     "the loss scale fell below 1",
-    "A scale below 1 means that gradients overflow even without scaling: see find_nonfinite",
+    "A scale below 1 means that gradients overflow even without scaling. Use find_nonfinite to "
+    "find the op",
     failure="AMP0002",
 )
 
@@ -49,9 +50,13 @@ class ScaleLog:
 
     def __init__(self, scaler: torch.amp.GradScaler):
         if not isinstance(scaler, torch.amp.GradScaler):
-            raise NumericsError(f"ScaleLog: {type(scaler).__name__} is no torch.amp.GradScaler")
+            raise NumericsError(
+                f"ScaleLog: the scaler must be a torch.amp.GradScaler, not {type(scaler).__name__}"
+            )
         if isinstance(getattr(vars(scaler).get("update"), "__self__", None), ScaleLog):
-            raise NumericsError("ScaleLog: this scaler has an open ScaleLog; close that first")
+            raise NumericsError(
+                "ScaleLog: this scaler already has an open ScaleLog. Close that ScaleLog first."
+            )
         self._scaler = scaler
         self._steps = 0
         self._scales = _Values()  # one for each step
@@ -141,7 +146,7 @@ class ScaleLog:
 
         if not self._steps:
             raise NumericsError(
-                "ScaleLog: no step was logged; call scaler.update() while it is open"
+                "ScaleLog: no step was logged. Call scaler.update() while the ScaleLog is open."
             )
         return plots.scale_over_time(self.scales, self.skipped)
 
@@ -174,9 +179,9 @@ class ScaleLog:
             return "ScaleLog: no steps yet"
         text = f"ScaleLog: {plural(len(scales), 'step')}, {len(self.skipped)} skipped"
         if not self._scaler.is_enabled():
-            return f"{text}; the scaler is disabled"
+            return f"{text}. The scaler is disabled"
         low = min(scales)
-        text += f"; scale {scales[0]:g} at first, {scales[-1]:g} at the last, lowest {low:g}"
+        text += f". Scale: first {scales[0]:g}, last {scales[-1]:g}, lowest {low:g}"
         if low < 1:
             text += f". {_BELOW_ONE.text}"
         return text

@@ -60,7 +60,7 @@ def _supports_sums(tensor: torch.Tensor) -> bool:
 def _warn_unread(kind: type) -> None:
     """Warn, once for each class, that tensors of this class cannot be looked at."""
     message = (
-        f"the values of a {kind.__name__} are not looked at: it has neither sums nor "
+        f"the values of a {kind.__name__} are not checked: the class has neither sums nor "
         "__tensor_flatten__"
     )
     warnings.warn(message, AmpLabWarning, stacklevel=2)

@@ -42,10 +42,10 @@ class TensorSummary:
     def __str__(self) -> str:
         text = f"{dtype_name(self.dtype)} {self.shape}"
         if self.sharded:
-            text += ", of which this rank's shard was read"
+            text += ", read on this rank only"
         if self.stored_as:
             dtypes = " and ".join(dict.fromkeys(map(dtype_name, self.stored_as)))
-            text += f" stored as {dtypes}, of which the floating-point values were read"
+            text += f" stored as {dtypes}, only floating-point values read"
         if not self.values:
             return f"{text}, no values"
         finite = f"from {self.low:.4g} to {self.high:.4g}"

@@ -27,39 +27,38 @@ _LOW_PRECISION_NODES = (
 _SCALE = remedy(
     "underflow.scale",
     "some loss scale keeps the gradients in fp16's range",
-    "A loss scale from {low} to {high} keeps 99.9 % of all values, and none overflows.",
+    "Loss scales from {low} to {high} keep 99.9 % of all values, and no value overflows.",
     failure="AMP0003",
 )
 _NO_SCALE = remedy(
     "underflow.no_scale",
     "the gradients span more than fp16's range, whatever the loss scale",
-    "No loss scale keeps 99.9 % of the values without overflow: {high}, the largest that does not "
-    "overflow, loses {lost:.2g} %. Use bf16, which has the range for all values.",
+    "No loss scale keeps 99.9 % of the values without overflow. The largest scale without "
+    "overflow, {high}, loses {lost:.2g} %. Use bf16, which has the range for all values.",
     failure="AMP0003",
 )
 _NONFINITE = remedy(
     "underflow.nonfinite",
     "some gradients are inf or NaN without any loss scale",
-    "{count:,} values are inf or NaN already: see find_nonfinite.",
+    "{count:,} values are already inf or NaN. Use find_nonfinite to find the op.",
     failure="AMP0002",
 )
 _FP16_ALREADY = remedy(
     "underflow.fp16_already",
     "some gradients were computed in fp16",
-    "Some gradients were computed in fp16, which flushed the smallest to zero before they could be "
-    "counted. So this report cannot show how many values fp16 loses, or which loss scale keeps "
-    "them. To see that, compute the loss again in fp32 or bf16, with fp32 weights and without fp16 "
-    "autocast.",
+    "Some gradients were computed in fp16. The smallest became zero before this report could "
+    "count them, so it cannot show how many values fp16 loses or which loss scale helps. Compute "
+    "the loss again in fp32 or bf16, with fp32 weights and without fp16 autocast.",
 )
 _ABOUT = (
-    "zero %: of all values, those that are zero in any precision. Of the others, in fp16 "
-    "at each loss scale:",
-    "lost: zero; subn.: subnormal, with fewer bits; inf: overflow. keep at: the smallest "
+    "zero %: share of all values that are zero in any precision. The other columns count nonzero "
+    "values in fp16, at each loss scale.",
+    "lost: become zero. subn.: become subnormal and lose bits. inf: overflow. keep at: smallest "
     "scale that loses at most 0.1 %.",
 )
 _ABOUT_HALF = (
-    "zero %: of all values, those that are zero, among them those that fp16 has flushed.",
-    "subn. %: of the others, those that are subnormal in fp16, with fewer bits.",
+    "zero %: share of all values that are zero. This includes values that fp16 rounded to zero.",
+    "subn. %: share of the other values that are subnormal in fp16, with fewer bits.",
 )
 _HALF = (torch.float16, torch.complex32)
 _PLAIN_CELLS = (
@@ -190,7 +189,10 @@ class UnderflowReport(Printed):
         total = self.total
         lines = []
         if missing:
-            lines.append(f"… and {missing} that lose no more; see .rows.")
+            shown = len(self.rows) - missing
+            lines.append(
+                f"The table shows the {shown} rows that lose most; .rows has all {len(self.rows)}."
+            )
         if self.half:
             lines += _ABOUT_HALF
         else:
@@ -199,11 +201,11 @@ class UnderflowReport(Printed):
         if total.nonfinite:
             lines.append(_NONFINITE.sentence(count=total.nonfinite))
         if self.unused:
-            lines.append(f"No gradient from this loss: {listed(self.unused)}.")
+            lines.append(f"The loss does not use these parameters: {listed(self.unused)}.")
         if total.sample:
             # For a share p of n values it is 2 sqrt(p (1 - p) / n), which is at most 1 / sqrt(n).
             off = f"{100 / total.sample**0.5:.2f} percentage points (95 %)"
-            lines.append(f"A sample was counted of large gradients: shares may be off by {off}.")
+            lines.append(f"Large gradients were sampled, so shares may be off by {off}.")
         return lines
 
     def _advice_on_scales(self) -> list[str]:
@@ -278,8 +280,8 @@ def gradient_underflow(
     if not rows:
         if any(map(is_sharded, parameters)):
             raise NumericsError(
-                "gradient_underflow: the parameters are sharded, and the loss depends on the ones "
-                "that were gathered; measure before you call fully_shard"
+                "gradient_underflow: the loss depends on gathered copies of sharded parameters. "
+                "Call gradient_underflow before fully_shard."
             )
         raise NumericsError("gradient_underflow: the loss does not depend on the model")
     return UnderflowReport(
@@ -299,7 +301,7 @@ def _checked_parameters(model: object, loss: object, scales: tuple[float, ...]) 
     for scale in scales:
         log2_of(scale)  # raises if it is no power of two
     if not scales:
-        raise NumericsError("gradient_underflow: scales is empty; give at least one")
+        raise NumericsError("gradient_underflow: scales is empty. Give at least one scale.")
     if not isinstance(model, nn.Module):
         kind = type(model).__name__
         raise NumericsError(f"gradient_underflow: the model must be an nn.Module, not {kind}")
@@ -319,8 +321,8 @@ def _check_loss(loss: object) -> None:
         raise NumericsError(f"{complaint} {tuple(loss.shape)}")
     if loss.grad_fn is None:
         raise NumericsError(
-            "gradient_underflow: the loss has no graph; compute it with gradients enabled, and "
-            "pass the tensor itself, not .item() or .detach()"
+            "gradient_underflow: the loss has no graph. Compute it with gradients enabled, and "
+            "pass the tensor itself, not .item() or .detach()."
         )
 
 
@@ -363,8 +365,8 @@ def _compute_gradients(
     except RuntimeError as error:
         reason = first_line(error).partition(". ")[0]
         raise NumericsError(
-            f"gradient_underflow: no backward pass from this loss ({reason}); call it before "
-            "loss.backward(), with the loss of a model that is not compiled"
+            f"gradient_underflow: the backward pass failed ({reason}). Call gradient_underflow "
+            "before loss.backward(), with a model that is not compiled."
         ) from error
     finally:
         for hook in hooks:  # they would count again in the caller's backward pass
