@@ -82,7 +82,7 @@ def test_positions_that_16_bits_make_equal(dtype, scale):
     assert says("diff.merged", found.reason)
     what = "whole numbers" if scale == 1 else "evenly spaced values"
     after = len((positions / scale).to(dtype).unique())
-    assert f"16 different {what} are only {after}" in found.reason
+    assert f"16 different {what} become {after}" in found.reason
     (region,) = re.findall(r"torch\.autocast\(.*?enabled=False\)", found.reason)
     as_told = Rotary(region, scale=scale)
     assert first_difference(model, under_autocast(as_told, dtype), positions) is None

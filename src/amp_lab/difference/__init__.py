@@ -25,8 +25,8 @@ __all__ = ["Difference", "RunComparison", "compare_runs", "first_difference"]
 _OWN_INPUTS = remedy(
     "diff.own_inputs",
     "two models whose weights differ in dtype are given the same inputs",
-    "the weights of {run} are {weights}, but its inputs are {inputs}: give each run inputs in the "
-    "dtype of its weights, first_difference(lambda: a(x), lambda: b(x.to(torch.{weights})))",
+    "the weights of {run} are {weights}, but its inputs are {inputs}. Give each run inputs in the "
+    "dtype of its weights: first_difference(lambda: a(x), lambda: b(x.to(torch.{weights})))",
 )
 
 
@@ -117,8 +117,8 @@ def compare_runs(
             )
         )
     if not growth:
-        raise NumericsError("the two runs have nothing in common: no op of the one runs in a "
-                            "module of the same name in the other")  # fmt: skip
+        raise NumericsError("there is nothing to compare: no op of run A runs in a module that "
+                            "has the same name in run B")  # fmt: skip
     end_a = log_a.error_at_end
     end_b = log_b.error_at_end
     return RunComparison(
@@ -158,7 +158,7 @@ def _log_run(
             raise
         raise NumericsError(f"{error.description}; {advice}") from error
     if not log.records:
-        raise NumericsError(f"run {name} calls no op of torch on floating-point values")
+        raise NumericsError(f"run {name} calls no torch op on floating-point values")
     return log
 
 

@@ -20,8 +20,8 @@ from amp_lab.model_call import ModelCall
 _TIMES_THE_EAGER_ERROR = 8.0
 
 _NO_GRADIENTS = (
-    "Gradients were not compared: only the forward pass ran, and torch.compile makes a graph of "
-    "its own for the backward pass."
+    "Gradients were not compared, because only the forward pass ran. torch.compile makes a "
+    "separate graph for the backward pass."
 )
 
 
@@ -112,8 +112,8 @@ def _matching_modules(eager: Any, compiled: Any) -> dict[str, nn.Module]:
         modules = dict(eager.named_modules())
     compiled_modules = dict(compiled._orig_mod.named_modules())
     if modules.keys() != compiled_modules.keys():
-        raise NumericsError("a compiled model is compared with the model itself: the other run is "
-                            "none, or has other modules")  # fmt: skip
+        raise NumericsError("a compiled model can only be compared with the same model, not "
+                            "compiled; the other run is no model or has other modules")  # fmt: skip
     return modules
 
 
@@ -160,7 +160,7 @@ def _measure(name: str, call: ModelCall, compiled_model: Any) -> _ModuleErrors:
     except Exception as error:  # of the model or of the compiler
         raise NumericsError(f"{subject} raises {with_type(error)}") from error
     if len(compiled_results) != len(eager_log.results):
-        raise NumericsError(f"{subject} returns other tensors than without")
+        raise NumericsError(f"{subject} returns other tensors than the eager module")
     errors = []
     for (eager_result, exact), result in zip(eager_log.results, compiled_results, strict=True):
         errors.append(_errors_of_result(exact, eager_result, result))
@@ -203,9 +203,9 @@ def _difference(
 ) -> Difference:
     """The finding for a module that diverges when compiled by itself."""
     reason = (
-        "Compiled by itself, on the inputs that it gets in the eager run, it is off by "
-        f"{errors.compiled:.2g} from fp64, and eager by {errors.eager:.2g}. Inside a compiled "
-        "module there are no ops to compare."
+        "We ran this module alone, on its inputs from the eager run. Its error from fp64 is "
+        f"{errors.compiled:.2g} when compiled and {errors.eager:.2g} when eager. The ops inside a "
+        "compiled module cannot be compared."
     )
     name_a, name_b = names
     return Difference(

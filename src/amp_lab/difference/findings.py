@@ -38,20 +38,26 @@ _TIMES_THE_SMALLER_ERROR = 64.0
 _MERGED = remedy(
     "diff.merged",
     "whole numbers or evenly spaced values, such as positions, become equal in one run in 16 bits",
-    "In {run}, an input of this op has lost values: {op.merged}. If they are positions or counts, "
-    "compute with them in fp32: do not cast them, and run the ops that use them in "
-    "with torch.autocast({op.log.device_type!r}, enabled=False).",
+    "In {run}, an input of this op has lost values: {op.merged}. If these are positions or "
+    "counts, keep them in fp32: do not cast them, and run the ops that use them under "
+    "torch.autocast({op.log.device_type!r}, enabled=False).",
     failure="AMP0030",
 )
 _REASONS = {
-    "nonfinite": "The op's result in {run} has {op.nonfinite}.",
-    "precision": "On the inputs that it got there, the op's result in {run} is off by {size:.2g}, "
-    "where its formats explain {predicted:.2g}: it computes in a narrower format than the runs are "
-    "in, or a cast to a wider one is missing.",
-    "order": "In exact arithmetic the result is the same. The terms are added in another order, so "
-    "the sum rounds differently.",
-    "stability": "In exact arithmetic both results are the same, but {run} has lost far more "
-    "digits by now, in a cancellation or a low-precision format before this op.",
+    "nonfinite": "In {run}, the result of this op has {op.nonfinite}.",
+    "precision": (
+        "In {run}, the result of this op has an error of {size:.2g}, but the precision of the "
+        "runs explains only {predicted:.2g}. Either the op computes in a narrower format than "
+        "the rest of the run, or a cast to a wider format is missing."
+    ),
+    "order": (
+        "In exact arithmetic, both results are the same. The runs add the terms in another "
+        "order, so the sums round differently."
+    ),
+    "stability": (
+        "In exact arithmetic, both results are the same, but {run} has lost far more digits. "
+        "A cancellation or a low-precision format before this op can cause this."
+    ),
     "merged": _MERGED.text,
 }
 
@@ -341,18 +347,20 @@ def _function_reason(
     if record_a is None or record_b is None:
         run = "B" if record_a is None else "A"
         other = "A" if run == "B" else "B"
-        return f"Only {run} has this op, and no op of {other} has its result in fp64."
-    start = "In fp64, without rounding, the two ops differ"
+        return f"Only {run} has this op, and no op of {other} gives the same result in fp64."
+    start = "The results of the two ops differ even in fp64"
     leaves_a = alignment.a.leaves
     leaves_b = alignment.b.leaves
     # Other weights are the most likely cause, then another op, then other arguments.
     for name in sorted({*record_a.leaves, *record_b.leaves}):
         if not have_same_values(leaves_a.get(name), leaves_b.get(name)):
-            return f"{start}: {name!r} has other values in B."
+            return f"{start}, because the values of {name!r} differ between A and B."
     if record_a.op != record_b.op:
-        return f"{start}: A calls {record_a.op} where B calls {record_b.op}."
+        return f"{start}, because A calls {record_a.op} and B calls {record_b.op}."
     if record_a.settings != record_b.settings:
         settings_a = ", ".join(map(str, record_a.settings))
         settings_b = ", ".join(map(str, record_b.settings))
-        return f"{start}: A calls it with ({settings_a}), B with ({settings_b})."
-    return f"{start}: they are given different inputs."
+        return (
+            f"{start}, because A passes the arguments ({settings_a}) and B passes ({settings_b})."
+        )
+    return f"{start}, because the two ops get different inputs."

@@ -30,13 +30,13 @@ class MergedValues(NamedTuple):
         limit = largest_integer(self.dtype)
         if self.are_integers:
             what = "whole numbers"
-            reason = f"has all of them only up to {limit:,}"
+            reason = f"can represent every whole number only up to {limit:,}"
         else:
             bits = limit.bit_length() - 1  # 8 for bf16, whose limit is 256
             what = "evenly spaced values"
-            reason = f"keeps {bits} significant bits of each"
-        counts = f"{self.before:,} different {what} are only {self.after:,} in {dtype}"
-        return f"{counts}, which {reason}"
+            reason = f"keeps only {bits} significant bits of each value"
+        counts = f"{self.before:,} different {what} become {self.after:,} in {dtype}"
+        return f"{counts}, because {dtype} {reason}"
 
 
 def find_merged_values(tensor: Tensor, exact: Tensor) -> MergedValues | None:

@@ -110,7 +110,7 @@ class RunComparison(Printed):
         """The printed text: how many ops were compared, and the finding or how errors grow."""
         caption = (
             f"A ({self.format_a}) and B ({self.format_b}): {self.matched} {self.unit} in both, "
-            f"{self.only_a} in A alone, {self.only_b} in B alone"
+            f"{self.only_a} only in A, {self.only_b} only in B"
         )
         finding = str(self.first)
         if self.first is None:
@@ -119,19 +119,21 @@ class RunComparison(Printed):
 
     def _error_growth(self) -> str:
         """Describe how far errors have grown, if rounding explains each op by itself."""
-        ends = f"A is {self.end_a:.2g} from the run in fp64, and B {self.end_b:.2g}."
+        ends = f"the error from fp64 is {self.end_a:.2g} in A and {self.end_b:.2g} in B."
         if max(self.end_a, self.end_b) <= LARGE:
-            return f"They diverge nowhere by more than rounding explains. At the end {ends}"
+            return (
+                f"The runs do not diverge: rounding explains every difference. At the end, {ends}"
+            )
         unit = self.unit.removesuffix("s")
         text = (
-            f"No {unit} by itself is off by more than rounding explains, but rounding errors "
-            f"grow on the way: at the end {ends}"
+            f"No single {unit} has an error larger than rounding explains, but the errors grow "
+            f"from one {unit} to the next. At the end, {ends}"
         )
         jump = self.jump
         if jump is not None:
             where = location_text(jump.op, jump.module, jump.module_type)
             growth = f"from {jump.before:.2g} to {jump.after:.2g}"
-            text += f" The error of {jump.run} grows most at {where}, {growth}."
+            text += f" In {jump.run}, the error grows most at {where}, {growth}."
         return _wrap(text)
 
 

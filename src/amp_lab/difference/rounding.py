@@ -151,10 +151,10 @@ def nonfinite(result: Tensor, exact: Tensor) -> str:
     if left.isnan().any():
         kind = "NaN"
     largest = float(right.abs().max())
-    text = f"{kind} where fp64 has numbers up to {largest:.6g}"
+    text = f"{kind} where fp64 has values of up to {largest:.6g}"
     limit = torch.finfo(result.dtype).max
     if largest > limit:
-        text += f": it overflows {short_name(result.dtype)}, whose largest is {limit:g}"
+        text += f", which overflows {short_name(result.dtype)} (largest value {limit:g})"
     return text
 
 
