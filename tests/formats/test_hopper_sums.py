@@ -64,7 +64,11 @@ def error(found, exact):
     [
         (torch.ones(2, 4), torch.ones(2, 4).to(E4M3), "left is torch.float32"),
         (torch.ones(2, 4).to(E4M3), torch.ones(4).to(E4M3), "right is .* of shape .4,."),
-        (torch.ones(2, 4).to(E4M3), torch.ones(2, 5).to(E4M3), "rows of 4 and 5 values"),
+        (
+            torch.ones(2, 4).to(E4M3),
+            torch.ones(2, 5).to(E4M3),
+            "left have 4 values and rows of right 5",
+        ),
     ],
 )
 def test_other_operands_are_refused(left, right, words):

@@ -47,7 +47,7 @@ def test_what_needs_no_gradient_gets_none():
 
 
 def test_a_size_of_no_multiple_is_told():
-    with pytest.raises(NumericsError, match="blocks of 1x32, and 3x40"):
+    with pytest.raises(NumericsError, match="3x40 values, is not a multiple of the 1x32 blocks"):
         quantized_linear(torch.ones(3, 40), torch.ones(2, 40), "mxfp4")
 
 
@@ -69,7 +69,7 @@ def test_a_hadamard_transform_keeps_matmuls_and_spreads_an_outlier():
     assert hadamard(alone).abs().tolist() == [[2.0] * 16]
     assert not torch.equal(hadamard(left), hadamard(left, seed=1))
     for size in (0, 3, 128):
-        with pytest.raises(NumericsError, match=f": {size} .*power of two .* 64"):
+        with pytest.raises(NumericsError, match=f"size {size} .*power of two .* 64"):
             hadamard(left, size)
 
 

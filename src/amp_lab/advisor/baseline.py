@@ -48,7 +48,10 @@ def run_baseline(
     if call.loss_fn is None:
         loss = loss_of(Step(call, Recipe(TRAINING), device).output())
         if loss is None:
-            watch.append("No output has a gradient to make a loss of: training is left out.")
+            watch.append(
+                "No output has a gradient, so there is no loss to train with: advise skips "
+                "training."
+            )
             return Baseline(call, checks)
         call = replace(call, loss_fn=loss)
         watch.append(OWN_LOSS.sentence(loss=loss))
@@ -57,10 +60,13 @@ def run_baseline(
     learning = Learning(call, device, seconds, scaling.scale)
     checks[TRAINING] = learning.check
     if not learning.learns:
-        watch.append("fp32 does not learn here in a few steps: only first losses are compared.")
+        watch.append(
+            "In fp32, the loss does not fall in these few steps, so only the first losses are "
+            "compared."
+        )
     if learning.noise > CHAOTIC:
         watch.append(
-            f"A little noise in the weights puts fp32's own gradients {learning.noise:.0%} off, so "
-            "only their size is compared."
+            f"A little noise in the weights changes the fp32 gradients by {learning.noise:.0%}, "
+            "so only their size is compared."
         )
     return Baseline(call, checks, scaling.scale)

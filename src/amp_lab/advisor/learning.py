@@ -44,8 +44,8 @@ TOLERANCE = {Precision.FP32: 1e-3, Precision.TF32: 0.02, Precision.FP16: 0.02, P
 _NO_LOSS_SCALE = remedy(
     "advise.no_loss_scale",
     "no loss scale keeps the model's gradients in fp16's range",
-    "These gradients do not fit into fp16 at any loss scale. Use bf16, which has the range of "
-    "fp32.",
+    "No loss scale keeps these gradients in the range of fp16. Use bf16, which has the same range "
+    "as fp32.",
     failure="AMP0003",
 )
 _FIRST_LOSS_SCALE = remedy(
@@ -113,8 +113,8 @@ class Learning:
             unchanged = _share_unchanged(run.step)
             if unchanged > _MOST_UNCHANGED:
                 candidate.reason = (
-                    f"rounding keeps {unchanged:.0%} of the weights as they are at a learning rate "
-                    f"of {_LOW_RATE}"
+                    f"at a learning rate of {_LOW_RATE}, rounding leaves {unchanged:.0%} of the "
+                    "weights unchanged"
                 )
         return run.step
 
@@ -163,10 +163,10 @@ class Learning:
         """Record in a trained candidate how far it is from fp32, and a reason if it is too far."""
         losses = candidate.losses
         if not losses:
-            candidate.reason = "all its gradients overflow in step 1"
+            candidate.reason = "all gradients overflow in step 1"
             return
         if not math.isfinite(losses[-1]):
-            candidate.reason = f"its loss is {losses[-1]} in step {len(losses)}"
+            candidate.reason = f"the loss is {losses[-1]} in step {len(losses)}"
             return
         self._compare_gradients(candidate, gradients)
         if candidate.reason:
@@ -185,23 +185,23 @@ class Learning:
         candidate.against_fp32 = f"gradients {difference:.1%} off"
         candidate.reason = ""
         if self.noise > CHAOTIC:
-            candidate.against_fp32 += f" (fp32's own, with noise: {self.noise:.0%})"
+            candidate.against_fp32 += f" (noise alone: {self.noise:.0%})"
             # The direction of fp32's gradients is random too, so only their size is compared.
             size = norm(gradients) / (norm(self._gradients) or 1.0)
             if not 0.5 <= size <= 2:
-                candidate.reason = f"its gradients are {size:.2g} times as large as fp32's"
+                candidate.reason = f"the gradients are {size:.2g} times as large as in fp32"
             return
         # 50 %, and more where noise changes fp32's own gradients; zeros would be 100 % off.
         allowed = min(0.9, 0.5 + 2 * self.noise)
         if not difference <= allowed:  # also for NaN
-            candidate.reason = f"its gradients are more than {allowed:.0%} off"
+            candidate.reason = f"the gradients are off by more than {allowed:.0%}"
 
     def _compare_first_losses(self, candidate: Candidate) -> None:
         """Record a reason if the first loss differs from fp32's by 5 % or more."""
         fp32_loss = self._fp32.losses[0]
         difference = abs(candidate.losses[0] - fp32_loss) / (abs(fp32_loss) or 1.0)
         if not difference < 0.05:  # also for NaN
-            candidate.reason = f"its first loss is {difference:.1%} off"
+            candidate.reason = f"the first loss is off by {difference:.1%}"
 
     def _compare_falls(self, candidate: Candidate) -> None:
         """Record the fall of the loss as a share of fp32's, and a reason if it is too different."""
@@ -212,7 +212,7 @@ class Learning:
         allowed = min(0.5, 0.2 + 2 * abs(noisy_share - 1))
         candidate.against_fp32 += f", learns {share:.0%}"
         if not abs(share - 1) <= allowed:  # also for NaN
-            candidate.reason = f"it does not learn 100% ± {allowed:.0%} of what fp32 does"
+            candidate.reason = f"the fall of the loss differs from fp32 by more than {allowed:.0%}"
 
 
 class Fp32Outputs:
@@ -237,7 +237,7 @@ class Fp32Outputs:
         allowed = TOLERANCE[candidate.recipe.precision]
         candidate.reason = ""
         if not difference <= allowed:  # also for NaN
-            candidate.reason = f"its output is more than {allowed:.1%} off"
+            candidate.reason = f"the output is off by more than {allowed:.1%}"
         timing = measure(step, device=self._device, warmup=0, repeats=3)
         candidate.seconds = timing.median_s
         return step
@@ -303,7 +303,10 @@ def choose_loss_scale(call: ModelCall, device: torch.device) -> Fp16Scaling:
     except NumericsError:  # the graph cannot be followed, but steps may still run
         return Fp16Scaling(DEFAULT_SCALE, remarks)
     if report.half:  # some gradients are fp16 in fp32's step already
-        unknown = "Part of the model computes in fp16 by itself: what that loses is not known."
+        unknown = (
+            "Part of the model computes in fp16 even without autocast, so we cannot count "
+            "what fp16 loses there."
+        )
         return Fp16Scaling(DEFAULT_SCALE, [*remarks, unknown])
     rows = _above_rounding(report.rows)
     remarks += _underflow_remarks(rows)
@@ -324,7 +327,7 @@ def _overflow_remarks(step: Step) -> list[str]:
     remarks = []
     for name, value in largest.items():
         if value > limit:
-            remarks.append(f"fp16 overflows: {name or 'the model'} reaches {value:.3g}.")
+            remarks.append(f"fp16 overflows: values in {name or 'the model'} reach {value:.3g}.")
     return remarks[:3]
 
 
@@ -339,7 +342,7 @@ def _underflow_remarks(rows: Sequence[GradientCount]) -> list[str]:
         lost = lost_share(row)
         if lost > 0.01:
             share = f"{lost:.0%} of the gradient values of {row.layer or 'the model'}"
-            remarks.append(f"Without a loss scale fp16 loses {share} ({row.what}).")
+            remarks.append(f"Without a loss scale, fp16 loses {share} ({row.what}).")
     return remarks
 
 

@@ -133,14 +133,17 @@ def forecast(call: ModelCall, outlook: Outlook, gpu: Gpu) -> Advice:
             if not candidate.verdict:
                 candidate.verdict = "not timed"
             candidates.append(candidate)
-    watch = [f"Nothing was timed: only a run on {gpu.name} can tell which is the fastest."]
+    watch = [f"Nothing was timed: only a run on {gpu.name} can show which recipe is the fastest."]
     if gpu.source:
         faster = ", ".join(matmuls) or "none"
-        watch.append(f"Formats whose matmuls are faster than fp32's on {gpu.name}: {faster}.")
+        watch.append(f"On {gpu.name}, matmuls in these formats are faster than in fp32: {faster}.")
     watch += outlook.decisions
     for precision, report in outlook.xrays.items():
         watch += [f"{precision}: {line}" for line in report.advice]
-    title = f"{type(call.model).__name__} on {gpu.name}, which is not here: a forecast"
+    title = (
+        f"{type(call.model).__name__} on {gpu.name}: a forecast, because this machine has no "
+        "such GPU"
+    )
     return Advice(title, candidates, chosen={}, programs={}, watch=watch)
 
 

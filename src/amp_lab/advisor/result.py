@@ -97,7 +97,7 @@ class Advice(Printed):
         """For each program the template `form`, filled with its heading and, escaped, its code."""
         text = ""
         for use, program in self.programs.items():
-            head = f"The lines to write for {use} ({self.chosen[use].name}), which ran here:"
+            head = f"The code for {use} ({self.chosen[use].name}), which ran on this machine:"
             text += form.format(head, escape(program))
         return text
 
@@ -115,7 +115,12 @@ class Advice(Printed):
             ["for", "recipe", "ms", "speed-up", "against fp32", "peak", "batch", "verdict"],
             [_cells(candidate) for candidate in self.candidates],
             caption=self.title,
-            facts=["Peak and largest batch are forecasts; a speed-up comes with its interval."],
+            facts=[
+                (
+                    "The peak and the largest batch are forecasts. Each speed-up is shown with "
+                    "its interval."
+                )
+            ],
             advice=[*self.watch, *self._reasons()],
             right=(2, 5, 6),
         )

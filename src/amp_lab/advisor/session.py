@@ -36,7 +36,7 @@ _HOPELESS = 2  # time of a step, as a multiple of the fastest, from which it is 
 _FEWEST_ROUNDS = 14  # of a comparison: 12 are needed to trust it, and some are disturbed
 _ROUNDS = 24  # of a comparison, which are enough
 _TOO_SLOW = "left out early"
-_SUCH_STEPS = "such steps take too long"
+_SUCH_STEPS = "its steps take too long"
 _TOO_BUSY = "too busy to tell"
 _WORTHWHILE = 0.97  # time of a step over the best one's, from which its changes are worth it
 # Shares of the whole time.
@@ -46,7 +46,7 @@ _SHARE_TO_COMPILE = {TRAINING: 0.3, INFERENCE: 0.2}  # that must be left to try 
 _SMALLER_BATCH = remedy(
     "advise.smaller_batch",
     "a step in fp32 does not fit into the device's memory",
-    "the fp32 baseline needs {sizes}: use a smaller batch",
+    "the fp32 baseline needs {sizes}. Use a smaller batch",
     failure="AMP0045",
 )
 _MORE_MINUTES = remedy(
@@ -57,14 +57,14 @@ _MORE_MINUTES = remedy(
 _KEEP_MEMORY = remedy(
     "advise.keep_memory",
     "a step on the CPU takes so much new memory that it costs time",
-    "{use}: {name} takes {size} from the operating system each time: set {settings} (or call "
-    "amp_lab.core.allocator.keep_memory) and rerun.",
+    "{use}: {name} allocates {size} from the operating system in each step, which takes time. Set "
+    "{settings} (or call amp_lab.core.allocator.keep_memory) and run advise again.",
 )
 _MADE_INSIDE = remedy(
     "advise.made_inside",
     "weights and inputs are cast, and the model raises because it creates fp32 tensors",
-    "weights and inputs are in {dtype} here, but a tensor inside the model is not, such as one "
-    "that the model creates or casts itself: cast this tensor, x.to(torch.{dtype})",
+    "weights and inputs are in {dtype} here, but a tensor inside the model is not. If the model "
+    "creates or casts this tensor, add x.to(torch.{dtype})",
     failure="AMP0060",
 )
 _NAMES_DTYPE = re.compile(r"\bd?type\b")  # an error that names a dtype: fp32 met 16 bits
@@ -115,7 +115,9 @@ def advise(
     """
     end = time.perf_counter() + 60 * minutes
     if gpu is not None and device is not None:
-        raise OptionError("advise: device is measured and gpu is forecast: give one of them")
+        raise OptionError(
+            "advise: give device, which is measured, or gpu, which is forecast, not both"
+        )
     absent = _absent_gpu(device, gpu)
     call = ModelCall(model, inputs, kwargs, loss_fn)
     if absent is not None:
@@ -180,7 +182,7 @@ def measured(call: ModelCall, outlook: Outlook, seconds: float, beginning: str =
         )
     for use in baseline.checks:
         if use not in chosen:
-            watch.append(f"Nothing can be recommended for {use}.")
+            watch.append(f"advise cannot recommend a recipe for {use}.")
     watch += _autocast_advice(chosen, outlook)
     candidates = []
     for ranking in rankings:
@@ -208,7 +210,7 @@ def _write_programs(
         code = program(baseline.call, best.recipe, device, baseline.loss_scale, beginning)
         failure = error_of(code, limit_s) if beginning else ""
         if failure:
-            watch.append(f"The program for {use} is left out, since it fails: {failure}.")
+            watch.append(f"The program for {use} is left out, because it fails: {failure}.")
         else:
             programs[use] = code
     return programs
@@ -286,7 +288,7 @@ class _Ranking:
     def _skip_emulated(self, precision: Precision, rate: float, trusted: bool) -> None:
         """Record a precision that is not tried, since `rate` times fp32's is too slow."""
         verdict = "emulated"
-        reason = f"its matmul runs at {rate:.2g} of fp32's rate"
+        reason = f"its matmuls run at only {rate:.2g} times the fp32 rate"
         if not trusted:
             verdict = "not tried"
             reason += ", measured while the machine was busy"
@@ -311,7 +313,7 @@ class _Ranking:
         if left_s > share * self.seconds:
             self._time_candidates(self._check_recipes([recipe]))
             return
-        reason = f"{max(0, left_s):.0f} s were left: {_MORE_MINUTES.text}"
+        reason = f"only {max(0, left_s):.0f} s were left: {_MORE_MINUTES.text}"
         self.candidates.append(Candidate(recipe, "not tried", reason))
 
     def memory_remarks(self) -> list[str]:
@@ -397,7 +399,7 @@ class _Ranking:
         self.best = best
         best.verdict = "recommended"
         if not timed.trusted and best is baseline:
-            best.reason = f"the simplest; {_busy_reason(timed)}"
+            best.reason = f"this is the simplest recipe; {_busy_reason(timed)}"
 
     def _drop_slow(self, new: list[Candidate]) -> list[Candidate]:
         """Reject new candidates that are hopelessly slow, or too slow for the time that is left.
@@ -455,7 +457,7 @@ class _Ranking:
             name = candidate.name
             candidate.time_s = timed.time_s(name)
             candidate.speedup = timed.ratio(baseline.name, name)
-            candidate.verdict = "not worth its changes"
+            candidate.verdict = "gain too small"
             if timed.ratio(name, best.name).is_above(1.0):
                 candidate.verdict = "slower"
             if not timed.trusted:
@@ -492,4 +494,4 @@ def _choose_best(timed: Comparison, best: Candidate, new: list[Candidate]) -> Ca
 
 def _busy_reason(timed: Comparison) -> str:
     """Why times are not trusted, as the reason of a candidate."""
-    return f"its times cannot be trusted ({timed.reason})"
+    return f"the times are not reliable ({timed.reason})"

@@ -52,7 +52,10 @@ def hopper_matmul(left: Tensor, right: Tensor, *, fast_accum: bool = True) -> Te
             cure = "give a matrix in torch.float8_e4m3fn or torch.float8_e5m2"
             raise NumericsError(f"hopper_matmul: {problem}: {cure}")
     if left.shape[1] != right.shape[1]:
-        raise NumericsError(f"hopper_matmul: rows of {left.shape[1]} and {right.shape[1]} values")
+        raise NumericsError(
+            f"hopper_matmul: rows of left have {left.shape[1]} values and rows of right "
+            f"{right.shape[1]}; the lengths must be equal"
+        )
     rows = max(1, _PIECE // (len(right) * _PRODUCTS))
     pieces = [_matmul(piece, right, fast_accum) for piece in left.split(rows)]
     return torch.cat(pieces)

@@ -28,9 +28,9 @@ class Layer:
     def misfit(self, inner_multiple: int, outer_multiple: int) -> str:
         """The reason why kernels with these multiples cannot run the layer; empty if they can."""
         if self.inner % inner_multiple:
-            return f"{self.inner} to {self.outer}: no multiple of {inner_multiple}"
+            return f"its input size {self.inner} is not a multiple of {inner_multiple}"
         if self.outer % outer_multiple:
-            return f"{self.inner} to {self.outer}: no multiple of {outer_multiple}"
+            return f"its output size {self.outer} is not a multiple of {outer_multiple}"
         return ""
 
 

@@ -116,7 +116,7 @@ class LayerErrors:
         """
         for operand, shares in report.shares.items():
             if shares["nonfinite"]:
-                return f"{shares['nonfinite']:.2g} of its {operand} are not finite"
+                return f"a share of {shares['nonfinite']:.2g} of its {operand} is not finite"
         usual_decibels, usual_flushed = usual_noise(formats, self.use.reference_matmul)
         flushed_shares = [(shares["flushed"], name) for name, shares in report.shares.items()]
         flushed, operand = max(flushed_shares)
@@ -125,12 +125,12 @@ class LayerErrors:
         which, decibels = report.worst
         if decibels >= usual_decibels - _WORSE_DB:
             return ""
-        noise = f"{which}: {decibels:.0f} dB where {usual_decibels:.0f} are usual"
+        noise = f"{which}: {decibels:.0f} dB instead of the usual {usual_decibels:.0f} dB"
         # Either an outlier makes the other values of its block inaccurate, or large terms cancel.
         operand, peak = max(self.peaks.items(), key=lambda item: item[1])
         if peak > _OUTLIER:
-            return f"{noise}: its {operand} reaches {peak:.0f} times its root mean square"
-        return f"{noise}: its sums cancel"
+            return f"{noise}, because its {operand} reaches {peak:.0f} times its root mean square"
+        return f"{noise}, because large terms cancel in its sums"
 
 
 class MeasuredMatmul(torch.autograd.Function):

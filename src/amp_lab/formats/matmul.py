@@ -163,7 +163,7 @@ def hadamard(values: Tensor, size: int = HADAMARD, seed: int = 0) -> Tensor:
     length = values.shape[-1]
     is_power_of_two = size > 0 and not size & (size - 1)
     if not is_power_of_two or length % size:
-        raise NumericsError(f"hadamard: {size} is no power of two that divides {length}")
+        raise NumericsError(f"hadamard: size {size} must be a power of two that divides {length}")
     draws = torch.Generator().manual_seed(seed)
     bits = torch.randint(0, 2, (size,), generator=draws)
     signs = 2 * bits - 1

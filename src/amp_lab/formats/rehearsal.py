@@ -33,19 +33,19 @@ DEFAULT = tuple(form.name for form in FORMATS.values() if form.torchao)
 _IN_16_BITS = remedy(
     "rehearse.in_16_bits",
     "no matmul of a model can be rehearsed, as in a model of conv3d layers or computed weights",
-    "run the model in 16 bits, under torch.autocast(device_type, torch.bfloat16)",
+    "Run the model in 16 bits instead, under torch.autocast(device_type, torch.bfloat16)",
 )
 _QUANTISED = remedy(
     "rehearse.quantised",
     "a library has quantised the weights of a model",
-    "{weight} is quantised already ({kind}): rehearse the model before you quantise it",
+    "{weight} is already quantised ({kind}). Rehearse the model before you quantise it",
 )
 _FAST_SUMS = remedy(
     "rehearse.fast_sums",
     "the sums of a layer's FP8 products lose much in the 14 bits of a Hopper GPU",
-    "A Hopper GPU adds FP8 products in about 14 bits with use_fast_accum, and here we add them in "
-    "fp32. Its sums would be less accurate in {layers}: use Float8GemmConfig(use_fast_accum=False) "
-    "as gemm_config_output of torchao's config.",
+    "A Hopper GPU with use_fast_accum adds FP8 products in about 14 bits, but this report adds "
+    "them in fp32. On such a GPU, these layers would be less accurate: {layers}. To avoid this, "
+    "use Float8GemmConfig(use_fast_accum=False) as gemm_config_output of torchao's config.",
 )
 _SUMS_DB = 6.0  # the noise of the sums is at most a quarter of that of the rounded operands
 _FEW_LAYERS = 3  # in a model with no more layers, the first and the last are converted too
@@ -172,12 +172,12 @@ def _judge_for_gpu(reports: list[FormatReport], gpu: Gpu) -> list[str]:
     for report in reports[1:]:  # without bf16
         form = format_of(report.name)
         if form.matmul and form.matmul not in gpu.architecture.matmuls:
-            report.verdict = f"{gpu.name} does not multiply it"
+            report.verdict = f"{gpu.name} has no matmuls in this format"
         elif report.layers and report.gain is None:
             reason = f"its rate on {gpu.name} is not known"
             if not form.matmul:
-                reason = "no GPU in our table multiplies it"
-            remarks.append(f"{form.name}: no forecast, since {reason}.")
+                reason = "no GPU in our table has matmuls in this format"
+            remarks.append(f"{form.name}: no forecast, because {reason}.")
     return remarks
 
 
@@ -187,18 +187,20 @@ def _use_class(model: nn.Module, use: str | None) -> type[Use]:
         return Training if model.training else Inference
     classes: dict[str, type[Use]] = {TRAINING: Training, INFERENCE: Inference}
     if use not in classes:
-        raise OptionError(f"rehearse: use {use!r} is none of {', '.join(classes)}")
+        raise OptionError(f"rehearse: use={use!r} is unknown; give one of {', '.join(classes)}")
     return classes[use]
 
 
 def _check_steps(use_class: type[Use], steps: int, seeds: int) -> None:
     """Raise `OptionError` for numbers of steps and seeds that cannot be run."""
     if steps < 0 or seeds < 1:
-        raise OptionError(f"rehearse: {steps} steps with {seeds} seeds cannot be")
+        raise OptionError(
+            f"rehearse: steps={steps} must be at least 0, and seeds={seeds} at least 1"
+        )
     if steps and use_class is Inference:
         raise OptionError(
-            'rehearse: steps are for training, and this is inference: pass use="training", or '
-            "leave steps out"
+            'rehearse: steps are only for training, but this is inference: pass use="training", '
+            "or leave steps out"
         )
 
 
@@ -223,15 +225,15 @@ def _rehearse_step(
 
 def _no_matmul_message(use: Use) -> str:
     """The error for a model without a matmul that can be replaced, with advice if it has others."""
-    problem = f"{type(use.call.model).__name__} multiplies by no parameter that can be rounded"
+    problem = f"{type(use.call.model).__name__} has no matmul whose weight can be rounded"
     for name, parameter in use.call.model.named_parameters():
         if is_wrapper(parameter):
             kind = type(parameter).__name__
-            return f"{problem}: {_QUANTISED.sentence(weight=name, kind=kind)}"
+            return f"{problem}. {_QUANTISED.sentence(weight=name, kind=kind)}"
     unreplaced = _unreplaced_ops(use)
     if not unreplaced:
         return problem
-    return f"{problem}; it has {', '.join(unreplaced)}: {_IN_16_BITS.text}"
+    return f"{problem}, only {', '.join(unreplaced)}. {_IN_16_BITS.text}"
 
 
 def _unreplaced_ops(use: Use) -> list[str]:
@@ -243,7 +245,7 @@ def _unreplaced_ops(use: Use) -> list[str]:
 def _unreplaced_remarks(use: Use) -> list[str]:
     """A sentence for each op that was left to torch."""
     ops = sorted(_unreplaced_ops(use))
-    return [f"Not rehearsed: {op}, which torch computes." for op in ops]
+    return [f"Not rehearsed: {op}. torch computes this op in fp32." for op in ops]
 
 
 def _measure_layers(use: Use, forms: list[Format]) -> list[LayerErrors]:
@@ -294,9 +296,9 @@ def _leave_out(use: Use, layers: list[LayerReport], gpu: Gpu | None, *, reads_id
             continue
         gain = _forecast_gain(use, report.format, [report], gpu)
         if report.layer in roles:
-            report.left_out = f"{roles[report.layer]}, by custom"
+            report.left_out = f"{roles[report.layer]} usually stays in bf16"
         elif gain is not None and gain < 1:
-            report.left_out = f"too small to gain: a forecast of {gain:.2f}x"
+            report.left_out = f"too small: the forecast is {gain:.2f}x"
 
 
 def _forecast_gain(use: Use, form: str, layers: list[LayerReport], gpu: Gpu | None) -> float | None:
@@ -344,19 +346,21 @@ def _recommend(
     """
     for form in candidates:
         if not use.torchao.lines(form, ()):
-            watch.append(f"There are no lines for {form}: torchao 0.18 has no such conversion.")
+            watch.append(f"torchao 0.18 has no conversion to {form}, so there is no code below.")
             return form, ""
         code = _program(use, form, layers, watch)
         if not code:
             return form, ""
         untried = use.torchao.untried_reason(form, use.call.device)
         if untried:
-            watch.append(f"The lines below were not run here: {untried}.")
+            watch.append(f"The code below was not run here, because {untried}.")
             return form, code
         failure = use.torchao.failure(use.call, code)
         if not failure:
             return form, code
-        watch.append(f"{form} is not recommended: torchao's lines for it fail here ({failure}).")
+        watch.append(
+            f"{form} is not recommended, because torchao's code for it fails here ({failure})."
+        )
     return None, ""
 
 
@@ -375,7 +379,7 @@ def _program(use: Use, form: str, layers: list[LayerReport], watch: list[str]) -
     if missing:
         kind = use.torchao.converted_kind(form)
         share = f"{missing} of {len(rehearsed)} layers"
-        watch.append(f"torchao's lines are for {kind} alone, and so leave {share} in 16 bits.")
+        watch.append(f"torchao's code converts only {kind}, so {share} stay in 16 bits.")
     if not converted:
         return ""
     left_out = []

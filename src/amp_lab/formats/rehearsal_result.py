@@ -59,7 +59,7 @@ class FormatReport:
     @property
     def passes(self) -> bool:
         """Whether the verdict is that the format is accurate enough."""
-        return self.verdict.startswith(("holds", "accurate enough", "passes"))
+        return self.verdict.startswith(("accurate enough", "passes"))
 
 
 @dataclass
@@ -72,23 +72,23 @@ class TrainingReport(FormatReport):
     learned: float = 0.0  # the fall of the loss, with the last seed
 
     def judge(self, bf16: "TrainingReport") -> None:
-        """Set the verdict: ``holds``, ``accurate enough in one step``, or why the format fails."""
+        """Set the verdict: ``accurate enough``, ``accurate enough in one step``, or why it fails."""
         self.verdict = self._find_verdict(bf16)
 
     def _find_verdict(self, bf16: "TrainingReport") -> str:
         """The verdict, where an error may be larger if bf16's is large too."""
         if not self.layers:
-            return "no layer is left"
+            return "no layer can be converted"
         if not math.isfinite(self.loss_off):
             return "its loss is not finite"
         # "not <=" instead of ">", so that gradients with NaN fail.
         if not self.gradients_off <= max(_GRADIENTS_OFF, _TIMES_BF16 * bf16.gradients_off):
-            return f"its gradients are {self.gradients_off:.0%} off"
+            return f"its gradients are off by {self.gradients_off:.0%}"
         if self.losses:
-            return "holds" if self._learns_as(bf16) else "it does not learn as bf16 does"
+            return "accurate enough" if self._learns_as(bf16) else "it does not learn as bf16 does"
         if abs(self.loss_off) <= max(_LOSS_OFF, _TIMES_BF16 * abs(bf16.loss_off)):
             return "accurate enough in one step"
-        return f"its loss is {self.loss_off:+.0%} off"
+        return f"its loss is off by {self.loss_off:+.0%}"
 
     def _learns_as(self, bf16: "TrainingReport") -> bool:
         """Whether the mean last loss differs from bf16's by at most two standard deviations.
@@ -121,16 +121,16 @@ class InferenceReport(FormatReport):
     def _find_verdict(self, bf16: "InferenceReport") -> str:
         """The verdict, where the error may be larger if bf16's is large too."""
         if not self.layers:
-            return "no layer is left"
+            return "no layer can be converted"
         if self.output_off is None:
-            return "its output has other shapes than fp32's"
+            return "its output and the fp32 output have different shapes"
         if not math.isfinite(self.output_off):
             return "its output is not finite"
         allowed = OUTPUT_OFF
         if bf16.output_off is not None:
             allowed = max(allowed, _TIMES_BF16 * bf16.output_off)
         if self.output_off > allowed:
-            return f"its output is {self.output_off:.0%} off"
+            return f"its output is off by {self.output_off:.0%}"
         return "passes the check"
 
 
@@ -183,7 +183,7 @@ class Rehearsal(Printed):
         )
 
     def _reasons(self) -> list[str]:
-        """Sentences on why layers are left out, such as ``head: the head, by custom (mxfp8).``
+        """Sentences on layers left out: ``head: the head usually stays in bf16 (mxfp8).``
 
         Layers that share the reason and the formats share a sentence.
         """
@@ -226,7 +226,7 @@ class Rehearsal(Printed):
         """
         if not self.program:
             return ""
-        heading = f"The lines for {self.recommended}, of torchao:"
+        heading = f"The torchao code for {self.recommended}:"
         return template.format(heading, escape(self.program))
 
 
@@ -240,8 +240,8 @@ class TrainingRehearsal(Rehearsal):
     def _model_rows(self) -> dict[str, list[str]]:
         """Rows of the errors of gradients and loss, and of the last loss if it was trained."""
         rows = {
-            "gradients of the model": [f"{100 * r.gradients_off:.2g} %" for r in self.formats],
-            "loss of the model": [f"{100 * r.loss_off:+.2g} %" for r in self.formats],
+            "error of the gradients": [f"{100 * r.gradients_off:.2g} %" for r in self.formats],
+            "error of the loss": [f"{100 * r.loss_off:+.2g} %" for r in self.formats],
         }
         if self.steps:
             rows[f"loss after {self.steps} steps"] = [_loss_text(r) for r in self.formats]
@@ -249,12 +249,20 @@ class TrainingRehearsal(Rehearsal):
 
     def _facts(self) -> tuple[str, list[str]]:
         """Explain the numbers, and the check of one step unless the model was trained."""
-        numbers = "SQNR in dB of the worst of three matmuls; with * a layer is better left in bf16."
+        numbers = (
+            "Each number is the SQNR in dB (signal-to-quantisation-noise ratio) of the worst "
+            "of the layer's three matmuls. Leave layers with * in bf16."
+        )
         if self.steps:
             return numbers, []
-        limits = f"gradients within {_GRADIENTS_OFF:.0%} and loss within {_LOSS_OFF:.0%} of fp32's"
-        checks = f"Checked in one step: {limits}, or at most {_TIMES_BF16} times bf16's error."
-        return numbers, [checks, "Learning was not tested: that takes more steps."]
+        limits = (
+            f"the gradients differ from fp32 by at most {_GRADIENTS_OFF:.0%} and the loss by "
+            f"at most {_LOSS_OFF:.0%}"
+        )
+        checks = (
+            f"The check of one step: {limits}, or by at most {_TIMES_BF16} times the bf16 error."
+        )
+        return numbers, [checks, "Learning was not tested. To test it, use more steps."]
 
 
 @dataclass(frozen=True, repr=False)
@@ -268,9 +276,15 @@ class InferenceRehearsal(Rehearsal):
 
     def _facts(self) -> tuple[str, list[str]]:
         """Explain the numbers, and the check of the output."""
-        numbers = "SQNR in dB of the forward matmul; with * a layer is better left in bf16."
-        limit = f"at most {OUTPUT_OFF:.0%} of fp32's output, or {_TIMES_BF16} times bf16's error"
-        checks = f"The check, on these inputs: an output error of {limit} (Euclidean norms)."
+        numbers = (
+            "Each number is the SQNR in dB (signal-to-quantisation-noise ratio) of the "
+            "layer's forward matmul. Leave layers with * in bf16."
+        )
+        limit = f"at most {OUTPUT_OFF:.0%}, or at most {_TIMES_BF16} times the bf16 error"
+        checks = (
+            f"The check: on these inputs, the output differs from fp32 by {limit} (Euclidean "
+            "norms)."
+        )
         return numbers, [checks]
 
 

@@ -59,7 +59,9 @@ class Format:
 
     def __post_init__(self) -> None:
         if self.power not in _POWERS:
-            raise NumericsError(f"Format: power {self.power!r} is none of {', '.join(_POWERS)}")
+            raise NumericsError(
+                f"Format: power {self.power!r} is unknown; give one of {', '.join(_POWERS)}"
+            )
 
     @property
     def bits(self) -> float:
@@ -186,9 +188,14 @@ def quantize(
     form = format_of(form)
     has_one_scale = form.block == (0, 0) and form.scale != "none"
     if amax is not None and not has_one_scale:
-        raise NumericsError(f"quantize: amax is for one scale of the whole tensor, not {form.name}")
+        raise NumericsError(
+            "quantize: amax applies only to formats with one scale for the whole tensor, not "
+            f"to {form.name}"
+        )
     if not values.is_floating_point() or not values.dim():
-        raise NumericsError("quantize: it takes a floating-point tensor of one dimension or more")
+        raise NumericsError(
+            "quantize: values must be a floating-point tensor with at least one dimension"
+        )
     exact = values.detach().float()
     if not exact.numel():
         return exact
@@ -255,7 +262,7 @@ def format_of(form: str | Format) -> Format:
     if isinstance(form, Format):
         return form
     if form not in FORMATS:
-        raise NumericsError(f"format: {form!r} is none of {', '.join(FORMATS)}")
+        raise NumericsError(f"format: {form!r} is unknown; give one of {', '.join(FORMATS)}")
     return FORMATS[form]
 
 
@@ -271,8 +278,8 @@ def _blocks(values: Tensor, form: Format) -> Tensor:
     block_columns = form.block[1] or columns
     if rows % block_rows or columns % block_columns:
         raise NumericsError(
-            f"quantize: {form.name} has blocks of {block_rows}x{block_columns}, and "
-            f"{rows}x{columns} values, of the shape {tuple(values.shape)}, are no multiple of that"
+            f"quantize: the shape {tuple(values.shape)}, {rows}x{columns} values, is not a "
+            f"multiple of the {block_rows}x{block_columns} blocks of {form.name}"
         )
     return values.reshape(rows // block_rows, block_rows, columns // block_columns, block_columns)
 

@@ -22,7 +22,7 @@ from torchao.utils import is_MI300, is_MI350, is_sm_at_least_89
 
 LEFT_OUT = {left_out}
 config = Float8LinearConfig.from_recipe_name("{recipe}")
-# A device that cannot multiply in FP8 rounds to it, and multiplies in the precision around.
+# On a device without FP8 matmuls, torchao only rounds to FP8 (emulate=True).
 can = is_sm_at_least_89() or is_MI300() or is_MI350()
 config = dataclasses.replace(config, emulate=not can)
 convert_to_float8_training(
@@ -37,7 +37,7 @@ from torchao.quantization.quantize_.common import KernelPreference
 from torchao.utils import is_sm_at_least_100
 
 LEFT_OUT = {left_out}
-# A device that cannot multiply in MXFP8 rounds to it, and multiplies in the precision around.
+# On a device without MXFP8 matmuls, torchao only rounds to MXFP8 (EMULATED).
 can = is_sm_at_least_100()
 config = MXFP8TrainingOpConfig(
     kernel_preference=KernelPreference.AUTO if can else KernelPreference.EMULATED,
@@ -118,7 +118,7 @@ def untried_reason(form: str, device: torch.device) -> str:
     if importlib.util.find_spec("torchao") is None:
         return "torchao is not installed"
     if form == "nvfp4":
-        return "torchao trains in NVFP4 with kernels for Blackwell alone"
+        return "torchao's kernels for NVFP4 training run only on Blackwell"
     return ""
 
 

@@ -32,7 +32,7 @@ from torchao.utils import is_sm_at_least_100
 LEFT_OUT = {left_out}
 # The fast path of nn.TransformerEncoderLayer cannot use quantised weights.
 torch.backends.mha.set_fastpath_enabled(False)
-# A device that cannot multiply in MX rounds to it, and multiplies in bf16.
+# On a device without MX matmuls, torchao only rounds to MX and multiplies in bf16 (EMULATED).
 can = is_sm_at_least_100() and next(model.parameters()).is_cuda
 config = MXDynamicActivationMXWeightConfig(
     activation_dtype=torch.{dtype},
@@ -48,7 +48,7 @@ from torchao.quantization import quantize_
 LEFT_OUT = {left_out}
 # The fast path of nn.TransformerEncoderLayer cannot use quantised weights.
 torch.backends.mha.set_fastpath_enabled(False)
-# True takes a faster kernel of the package mslk, which torchao does not install.
+# True is faster, but needs the package mslk, which torchao does not install.
 config = NVFP4DynamicActivationNVFP4WeightConfig(use_triton_kernel=False)
 """
 _REST = """\
@@ -60,7 +60,7 @@ quantize_(
 )
 
 
-def cast(x):  # for your own inputs too: the model takes them in bf16
+def cast(x):  # cast your inputs too: the model is in bf16
     if isinstance(x, dict):
         return {key: cast(value) for key, value in x.items()}
     if isinstance(x, (list, tuple)):
@@ -109,10 +109,13 @@ def untried_reason(form: str, device: torch.device) -> str:
     if importlib.util.find_spec("torchao") is None:
         return "torchao is not installed"
     if form == "nvfp4":
-        return "torchao has kernels for NVFP4 inference only for Blackwell"
+        return "torchao's kernels for NVFP4 inference run only on Blackwell"
     if format_of(form).torchao in _GRANULARITY and not _torchao_takes_fp8(device):
         gpus = "an NVIDIA GPU of compute capability 8.9 or later, an AMD MI300 or MI350, or an XPU"
-        return f"torchao converts for FP8 inference only on {gpus}; this model is on {device}"
+        return (
+            f"torchao converts models for FP8 inference only on {gpus}, and this model is on "
+            f"{device}"
+        )
     return ""
 
 

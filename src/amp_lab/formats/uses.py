@@ -52,13 +52,15 @@ MatmulChoice = Callable[[Layer], Matmul | None]
 _PAD_ROWS = remedy(
     "rehearse.pad_rows",
     "the number of rows does not fit the kernels of a format",
-    "its weight gradient sums over {rows} rows, not a multiple of {multiple}: pad batch x tokens",
+    "its weight gradient sums over {rows} rows (batch x tokens): pad them to a multiple of "
+    "{multiple}",
     failure="AMP0044",
 )
 _TRAIN = remedy(
     "rehearse.train",
     "the gradients in bf16 already differ much from the gradients in fp32",
-    "bf16 gradients differ {off:.0%} from fp32's: train instead (steps=20, or --steps 20).",
+    "The bf16 gradients differ by {off:.0%} from the fp32 gradients, so one step cannot judge a "
+    "format. Train instead: steps=20 (--steps 20).",
 )
 _LR = 1e-3
 _MULTIPLE = 16  # kernels of FP8 and of four bits need multiples of this in a weight's sizes
@@ -154,17 +156,17 @@ class Training(Use):
 
     step = "an fp32 step"
     reference_matmul = GRAD_INPUT
-    limits = "This report cannot tell its speed, or whether a long training converges."
+    limits = "This report does not show the speed, or whether a long training converges."
     torchao = torchao_code
 
     def __init__(self, call: ModelCall, steps: int, seeds: int):
         if TRAINING not in uses_of(call.model):
-            raise NumericsError(f"{type(call.model).__name__} has no weight to be trained")
+            raise NumericsError(f"{type(call.model).__name__} has no trainable weight")
         remarks = []
         if call.loss_fn is None:
             loss = loss_of(Step(call, Recipe(TRAINING)).output())
             if loss is None:
-                raise NumericsError("no gradient leads from its output to a weight: give a loss")
+                raise NumericsError("the output has no gradient for any weight: give a loss")
             remarks.append(OWN_LOSS.sentence(loss=loss))
             call = replace(call, loss_fn=loss)
         super().__init__(call, Recipe(TRAINING))
@@ -272,7 +274,7 @@ class Inference(Use):
 
     step = "an fp32 forward pass"
     reference_matmul = FORWARD
-    limits = "This report cannot tell how fast a format is, or how accurate it is on your data."
+    limits = "This report does not show how fast a format is, or how accurate it is on your data."
     torchao = torchao_inference
 
     def __init__(self, call: ModelCall):
@@ -280,7 +282,9 @@ class Inference(Use):
         self._output: list[Tensor] = []  # floating-point tensors of the output in fp32
         self._reports: list[InferenceReport] = []  # bf16 first
         if call.loss_fn is not None:
-            self.remarks.append("The loss is not used: for inference the output is compared.")
+            self.remarks.append(
+                "The loss is not used: for inference, rehearse compares the output."
+            )
 
     def formats(self, form: Format | str) -> MatmulFormats:
         """The formats of torchao's forward matmul in inference."""
@@ -313,11 +317,11 @@ class Inference(Use):
             finite += int(tensor.isfinite().sum())
         if not finite:
             name = type(self.call.model).__name__
-            raise NumericsError(f"{name} returns no finite floating-point number to be compared")
+            raise NumericsError(f"{name} returns no finite floating-point number to compare")
         if finite < total:
             share = 1 - finite / total
             self.remarks.append(
-                f"{share:.2g} of the output is not finite in fp32, and is not compared."
+                f"{share:.2g} of the output is not finite in fp32, so this part is not compared."
             )
 
     def report(
@@ -332,8 +336,8 @@ class Inference(Use):
         # A format may be 1.5 times as far off as bf16, which allows much if bf16 is far off.
         if form == "bf16" and off is not None and off > OUTPUT_OFF:
             self.remarks.append(
-                f"The output in bf16 is {off:.0%} off fp32's already: passing the check says "
-                "little."
+                f"In bf16, the output is already off by {off:.0%} from fp32, so a passed check "
+                "says little."
             )
         return report
 

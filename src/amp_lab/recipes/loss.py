@@ -11,7 +11,7 @@ from amp_lab.core.remedies import remedy
 OWN_LOSS = remedy(
     "advise.own_loss",
     "you train a model, but gave no loss",
-    "You gave no loss, so this uses {loss}: pass your loss.",
+    "You gave no loss, so this report uses {loss}. Pass the loss that you train with.",
 )
 
 

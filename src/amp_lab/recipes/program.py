@@ -10,7 +10,7 @@ from amp_lab.recipes.loss import OutputLoss
 from amp_lab.recipes.recipe import TRAINING, Recipe
 from amp_lab.recipes.step import step_code
 
-YOURS = "# model, args, kwargs and loss_fn are yours: loss_fn(model(*args, **kwargs)) is the loss"
+YOURS = "# Define model, args, kwargs and loss_fn. The loss is loss_fn(model(*args, **kwargs))."
 
 
 def program(
@@ -24,9 +24,9 @@ def program(
     setup = beginning.strip() or YOURS
     end = "step()"
     if recipe.use == TRAINING:
-        end = "for i in range(3):  # your own loop\n    print(i, step().item())"
+        end = "for i in range(3):  # replace by your training loop\n    print(i, step().item())"
         if beginning and isinstance(call.loss_fn, OutputLoss):
-            setup += f"\n\n\ndef loss_fn(output):  # yours\n    return {call.loss_fn}"
+            setup += f"\n\n\ndef loss_fn(output):  # your loss\n    return {call.loss_fn}"
     return f"import torch\n\n{setup}\n\n{step_code(call.model, recipe, device, scale)}\n\n\n{end}\n"
 
 
@@ -36,7 +36,7 @@ def error_of(text: str, timeout: float) -> str:
     try:
         done = subprocess.run(command, timeout=timeout, capture_output=True, text=True)
     except subprocess.TimeoutExpired:
-        return f"it did not end in {timeout:.0f} s"
+        return f"it did not finish in {timeout:.0f} s"
     if not done.returncode:
         return ""
     lines = done.stderr.strip().splitlines() or ["it failed"]

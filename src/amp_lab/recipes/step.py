@@ -15,7 +15,7 @@ _NOISE = 2.0**-9  # relative, as large as bf16's rounding error
 _CHANNELS_LAST = "memory_format=torch.channels_last"
 _MOVED_BEGIN = """
 
-def moved(x):  # for your own batches too
+def moved(x):  # call it on your batches too
     if isinstance(x, dict):
         return {k: moved(v) for k, v in x.items()}
     if isinstance(x, (list, tuple)):
