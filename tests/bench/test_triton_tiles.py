@@ -146,9 +146,9 @@ def test_the_rung_is_there_where_triton_is():
 
 def test_without_triton_tiles_say_so(monkeypatch):
     assert tiled_unsupported_reason("cuda") is None
-    assert "none here for mps" in tiled_unsupported_reason("mps")
+    assert "not available for mps" in tiled_unsupported_reason("mps")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert "none here for cuda" in tiled_unsupported_reason("cuda")
+    assert "not available for cuda" in tiled_unsupported_reason("cuda")
 
 
 def test_what_triton_cannot_compile_is_said_in_a_line(monkeypatch):

@@ -55,7 +55,7 @@ def test_it_prints_a_table_and_writes_json_and_a_picture(capsys, monkeypatch, tm
     out, err = capsys.readouterr()
     assert "convmodel 1x2x8x8" in out
     assert "bf16 fused-adam" in out
-    assert "The device's limits, measured: fp32 " in out
+    assert "Measured limits of the device: fp32 " in out
     assert "Written: mine.json, mine.png, mine-roofline.png" in err
     results = load_results("mine.json")
     assert results.complete
@@ -88,15 +88,15 @@ def test_lists_what_there_is(capsys):
 
 
 def test_unknown_names_are_refused(capsys):
-    assert "no workload is called 'x'" in refused(capsys, "--workload", "x")
-    assert "no precision is called 'fp12'" in refused(capsys, "--precision", "fp12")
-    assert "no rung is called 'y'" in refused(capsys, "--rung", "y")
+    assert "workload 'x' is unknown" in refused(capsys, "--workload", "x")
+    assert "precision 'fp12' is unknown" in refused(capsys, "--precision", "fp12")
+    assert "rung 'y' is unknown" in refused(capsys, "--rung", "y")
     assert "rounds=0" in refused(capsys, "--rounds", "0")
 
 
 def test_a_file_of_something_else_is_not_overwritten(capsys, tmp_path):
     (tmp_path / "mine.json").write_text('{"notes": 1}')
-    assert "mine.json: no results" in refused(capsys, "--out", "mine.json")
+    assert "mine.json: the file has no results" in refused(capsys, "--out", "mine.json")
     assert (tmp_path / "mine.json").read_text() == '{"notes": 1}'
 
 
@@ -174,7 +174,7 @@ def test_nothing_in_common_is_told(capsys, monkeypatch):
     other = [convmodel_workload(9, hidden=8)]
     monkeypatch.setattr(runner, "workloads", lambda device, quick: other)
     assert main([*ARGUMENTS, "--out", "new.json", "--compare", "old.json"]) == 2
-    assert re.search("new, old .*in common", capsys.readouterr().err)
+    assert re.search("new, old cannot be compared", capsys.readouterr().err)
     assert load_results("new.json").complete  # what was measured is kept
 
 

@@ -27,8 +27,8 @@ class BenchComparison(Printed):
             return
         names = ", ".join(self.names)
         raise OptionError(
-            f"{names} have nothing in common: no workload of one size, in one precision, on one "
-            "rung (was one of them measured with --quick?)"
+            f"{names} cannot be compared: they have no row with the same workload, size, "
+            "precision and rung. Was one of them measured with --quick?"
         )
 
     def common(self) -> list[tuple[Row, ...]]:
@@ -85,7 +85,7 @@ class BenchComparison(Printed):
         head = [""]
         for name in self.names:
             head += [name, "speed-up"]
-        caption = "Time of a step, and speed-up over fp32 eager on the same device"
+        caption = "Time of a step and speed-up over fp32 eager on the same device"
         facts: list[str] = []
         for name, result in zip(self.names, self.results, strict=True):
             facts.append(f"{name}: {result.title()}")

@@ -31,7 +31,10 @@ class CppTiles:
     def __init__(self, pixels: int, channels: int, device: torch.device):
         if pixels % _MULTIPLE or channels % _MULTIPLE or device.type != "cpu":
             size = f"{pixels} pixels of {channels} channels on {device}"
-            raise OptionError(f"{size}: the step in tiles needs multiples of {_MULTIPLE} on a CPU")
+            raise OptionError(
+                f"{size}: the tiled step needs a CPU, and multiples of {_MULTIPLE} for pixels "
+                "and channels"
+            )
         threads = torch.get_num_threads()
         self.shape = _Shape(pixels, channels, threads)
         self.parts = self.shares = threads
@@ -70,11 +73,11 @@ class _Shape(ctypes.Structure):
 def cpp_unsupported_reason() -> str | None:
     """The reason why the C++ kernels cannot run here, in a line; None if they can."""
     if not torch.cpu._is_avx512_bf16_supported():
-        return "the step in tiles needs a CPU with AVX-512 and its bf16 instructions"
+        return "the tiled step needs a CPU with AVX-512 and its bf16 instructions"
     if not has_bf16_instructions():  # False also where an environment variable limits oneDNN
-        return "the step in tiles needs a torch whose oneDNN has small matmuls in bf16"
+        return "the tiled step needs a torch build whose oneDNN has small matmuls in bf16"
     if shutil.which(_compiler()) is None:
-        return f"the step in tiles is compiled at its first use, and there is no {_compiler()} here"
+        return f"the tiled step needs the C++ compiler {_compiler()}, which is not installed here"
     return None
 
 
@@ -103,7 +106,9 @@ def cpp_kernels() -> ctypes.CDLL:
         library = ctypes.CDLL(library_file)  # it stays loaded when its file is deleted
     library.has_products.restype = ctypes.c_bool  # by default ctypes reads an int
     if not library.has_products():
-        raise OptionError("the step in tiles needs a torch whose oneDNN has small matmuls in bf16")
+        raise OptionError(
+            "the tiled step needs a torch build whose oneDNN has small matmuls in bf16"
+        )
     return library
 
 
@@ -112,4 +117,4 @@ def _compile(arguments: list[str]) -> None:
     finished = subprocess.run([_compiler(), *arguments], capture_output=True, text=True)
     if finished.returncode:
         error = first_line(RuntimeError(finished.stderr))  # `first_line` takes an exception
-        raise OptionError(f"{_compiler()} does not compile {_SOURCE.name}: {error}")
+        raise OptionError(f"{_compiler()} cannot compile {_SOURCE.name}: {error}")

@@ -139,13 +139,13 @@ class Results(Printed, Ceilings):
         if _is_above(flops_per_s, flops_limit):
             rate = rate_text(flops_per_s, "FLOP/s")
             limit = rate_text(flops_limit, "FLOP/s")
-            return f"it computes {rate}, where the limit is {limit}"
+            return f"it computes {rate}, above the measured limit of {limit}"
         bytes_per_s = quotient(row.least_bytes, row.median_s)
         bytes_limit = max(self.stream_bytes_per_s.values())  # the highest of any size, caches too
         if _is_above(bytes_per_s, bytes_limit):
             rate = rate_text(bytes_per_s, "B/s")
             limit = rate_text(bytes_limit, "B/s")
-            return f"it moves at least {rate}, where the limit is {limit}"
+            return f"it moves at least {rate}, above the measured limit of {limit}"
         return ""
 
     def _table(self) -> Table:
@@ -167,7 +167,7 @@ class Results(Printed, Ceilings):
                 rates.append(f"{name} {text}")
         memory = rate_text(self.memory_bytes_per_s, "B/s")
         facts = [
-            f"The device's limits, measured: {', '.join(rates)}; memory {memory}.",
+            f"Measured limits of the device: {', '.join(rates)}; memory {memory}.",
             *LEGEND,
         ]
         for row in self.rows:
@@ -176,9 +176,15 @@ class Results(Printed, Ceilings):
                 facts.append(f"{name}: {row.status}, {row.reason}.")
         facts += self._doubts()
         if self.environment.get("quick"):
-            facts.append("A quick run: small sizes, and nothing that takes long to compile.")
+            facts.append(
+                "This was a quick run, with small sizes and without rungs that take long to "
+                "compile."
+            )
         if not self.trusted:
-            facts.append("The limits did not repeat: this machine is busy, measure again.")
+            facts.append(
+                "Repeated measurements of the limits differ, so this machine is busy. Measure "
+                "again."
+            )
         if not self.complete:
             facts.append("The run was stopped before its end.")
         return facts
@@ -198,7 +204,7 @@ class Results(Printed, Ceilings):
                 settings.setdefault(title_and_reason, []).append(row.setting)
         for (title, reason), distrusted in settings.items():
             names = f"{title}, {listed(distrusted)}"
-            doubts.append(f"Not trusted, marked with ?: {names}: {reason}.")
+            doubts.append(f"Not trusted (marked with ?): {names}. Reason: {reason}.")
         return doubts
 
 

@@ -27,16 +27,18 @@ def load_results(path: str | os.PathLike) -> Results:
     except OSError as error:
         raise OptionError(f"{path}: cannot be read ({error.strerror})") from error
     except ValueError as error:  # not JSON, or not UTF-8
-        raise OptionError(f"{path}: damaged, it is no JSON ({error})") from error
+        raise OptionError(f"{path}: damaged, not valid JSON ({error})") from error
     schema = ""
     if isinstance(content, dict):
         schema = str(content.get("schema"))
     schema_name, _, _ = SCHEMA.rpartition(" ")  # without the version
     if not schema.startswith(schema_name):
-        raise OptionError(f"{path}: no results of amp-lab bench")
+        raise OptionError(f"{path}: the file has no results of amp-lab bench")
     if schema != SCHEMA:
         written = reprlib.repr(schema)
-        raise OptionError(f"{path}: written as {written}, and this amp_lab reads {SCHEMA!r}")
+        raise OptionError(
+            f"{path}: the file has the format {written}, but this amp_lab reads {SCHEMA!r}"
+        )
     del content["schema"]
     try:
         content["rows"] = [_from_json(Row, row) for row in content["rows"]]
@@ -122,7 +124,7 @@ def _from_json(cls: type, values: object) -> Any:
         raise TypeError(f"a {name_of_class} is {reprlib.repr(values)}")
     known_fields = {field.name for field in dataclasses.fields(cls)}
     for name in values.keys() - known_fields:
-        raise TypeError(f"{reprlib.repr(name)} is no field of a {name_of_class}")
+        raise TypeError(f"a {name_of_class} has no field {reprlib.repr(name)}")
     instance = cls(**values)  # raises `TypeError` if a field is missing
     require_types(instance)
     return instance

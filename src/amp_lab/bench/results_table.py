@@ -82,10 +82,12 @@ _COLUMNS: dict[str, Callable[[Row], str]] = {
 """The columns of the table: heading, and the function that writes a row's cell."""
 
 LEGEND = (
-    "Speed-up: over fp32 eager in the same rounds, with its 95 % interval. Of limit: the time that "
-    "the counted FLOPs, or the least bytes, take at those rates, over the time measured.",
-    "Off fp32: how far the first loss, or the output, is from that of fp32 eager. Learns: how far "
-    "the loss falls in five steps, over how far it does there.",
+    "Speed-up: over fp32 eager in the same rounds, with the 95 % interval. Of limit: the shortest "
+    "possible time for the counted FLOPs and bytes at these limits, divided by the measured time.",
+    (
+        "Off fp32: the relative error of the first loss, or of the output, from fp32 eager. "
+        "Learns: the fall of the loss in five steps, relative to the fall in fp32 eager."
+    ),
 )
 """What the columns mean: sentences below the table, after the limits of the device."""
 

@@ -113,7 +113,7 @@ def _has_several_ops(ladder: Ladder) -> bool:
 
 
 RUNGS = (
-    Rung("eager", "as most recipes have it; reads the loss after every step"),
+    Rung("eager", "the usual recipe, which reads the loss after every step"),
     Rung(
         "channels-last",
         "images as N, H, W, C in memory",
@@ -122,13 +122,13 @@ RUNGS = (
     ),
     Rung(
         "fused-adam",
-        "Adam in one kernel; it unscales, and skips a step that the scaler's check fails",
+        "Adam in one kernel, which also unscales the gradients and skips a step with inf or NaN",
         exists=lambda ladder: ladder.workload.trains,
         change=lambda recipe: replace(recipe, fused=True),
     ),
     Rung(
         "no-sync",
-        "the host never waits: the loss is not read",
+        "the loss is not read, so the host never waits",
         # On a CPU the host computes the loss itself, so there is nothing to wait for.
         exists=lambda ladder: ladder.workload.trains and not backend(ladder.device).is_host,
         reads_loss=False,
@@ -149,14 +149,14 @@ RUNGS = (
     ),
     Rung(
         "compile",
-        "torch.compile: elementwise ops in one kernel, fewer calls",
+        "torch.compile, which fuses elementwise ops into fewer kernels",
         exists=_has_several_ops,
         change=lambda recipe: replace(recipe, compiled=True),
         takes_long=_compiles_long,
     ),
     Rung(
         "cuda-graphs",
-        "forward and backward recorded once and replayed, without the host",
+        "a CUDA graph: forward and backward are recorded once and then replayed",
         exists=lambda ladder: _has_several_ops(ladder) and backend(ladder.device).has_graphs,
         change=lambda recipe: replace(recipe, compile_mode="reduce-overhead"),
         takes_long=_compiles_long,
@@ -171,7 +171,7 @@ RUNGS = (
     ),
     Rung(
         "fp8",
-        "linear layers in float8, through torchao",
+        "linear layers in float8, with torchao",
         exists=_can_use_fp8,
         convert=lambda model: use_fp8(model),
         takes_long=_compiles_long,
@@ -187,7 +187,7 @@ RUNGS = (
     ),
     Rung(
         "tiles",
-        "the step by hand, a kernel for each pass over the pixels, see tiled_convmodel.py",
+        "the step by hand, with one kernel for each pass over the pixels, see tiled_convmodel.py",
         exists=_has_tiled_step,
         by_hand=lambda workload: workload.tiled_step,
     ),
@@ -228,7 +228,7 @@ def use_fp8(model: nn.Module, *, emulate: bool = False) -> nn.Module:
     try:
         float8 = importlib.import_module("torchao.float8")
     except ImportError as error:
-        message = "float8 needs torchao, of the dependency group bench: pdm sync"
+        message = "float8 needs torchao, which is in the dependency group bench: run pdm sync"
         raise OptionError(message) from error
     config = float8.Float8LinearConfig.from_recipe_name("rowwise")
     return float8.convert_to_float8_training(

@@ -158,14 +158,14 @@ def _check_names(noun: str, names: Sequence[str], known: Sequence[str]) -> None:
     """Raise `OptionError` for an unknown name; `noun` is what it names, such as ``rung``."""
     for name in names:
         if name not in known:
-            raise OptionError(f"no {noun} is called {name!r}; there are {', '.join(known)}")
+            raise OptionError(f"{noun} {name!r} is unknown; give one of {', '.join(known)}")
 
 
 def _choose_precisions(report: DeviceReport, names: Sequence[str]) -> list[Precision]:
     """fp32, and the precisions with these names, or else those that the device accelerates."""
     for name in names:
         if report.rates[Precision(name)] is None:  # no rate: the device does not have it
-            raise OptionError(f"precision {name!r}: {report.name} has none")
+            raise OptionError(f"precision {name!r}: {report.name} does not support this precision")
     chosen = {Precision(name) for name in names} or set(report.accelerated)
     chosen.add(Precision.FP32)
     return [precision for precision in Precision if precision in chosen]  # in a fixed order
@@ -189,7 +189,7 @@ def _plan(
     available = workloads(device, quick=quick)
     for name in names:
         if all(workload.name != name for workload in available):
-            raise OptionError(f"workload {name!r} is not {where}")
+            raise OptionError(f"workload {name!r} is not available {where}")
     plan: list[list[_PlannedLadder]] = []
     planned_rungs: set[str] = set()
     for workload in available:
@@ -204,7 +204,7 @@ def _plan(
         plan.append(ladders)
     for name in rungs:
         if name not in planned_rungs:
-            raise OptionError(f"rung {name!r}: none of these workloads has it {where}")
+            raise OptionError(f"rung {name!r} exists for none of these workloads {where}")
     return plan
 
 
@@ -358,7 +358,7 @@ def _out_of_memory_reason(error: RuntimeError, device: torch.device) -> str:
     reason = first_line(error)
     held_bytes = allocated_bytes(device)
     if held_bytes:
-        reason += f"; {held_bytes / 2**20:.0f} MiB are held by the rungs before it"
+        reason += f"; earlier rungs hold {held_bytes / 2**20:.0f} MiB"
     return reason
 
 
@@ -394,7 +394,7 @@ def _run_first_steps(
         others = measure(call, device=device, warmup=0, repeats=CHECKED_STEPS - 1)
         _refuse_hopeless(others.samples_s[-1], baseline_s)
     if rung.needs_graph and counters["cudagraph_skips"] > skips_before:
-        raise RuntimeError("torch recorded no graph of it")
+        raise RuntimeError("torch recorded no CUDA graph of this step")
     peaks = [measured.peak_bytes for measured in (first, others) if measured.peak_bytes is not None]
     if peaks:
         # A CUDA graph allocates its memory when it is recorded, and none when it is replayed.
@@ -424,7 +424,7 @@ def _judge(configuration: _Configuration, baseline: _Configuration | None) -> No
     """
     row = configuration.row
     if baseline is None:
-        row.stop("failed", "there is no fp32 eager to hold it against")
+        row.stop("failed", "there is no fp32 eager to compare with")
         return
     check = configuration.check
     reference = baseline.check
@@ -437,16 +437,16 @@ def _judge(configuration: _Configuration, baseline: _Configuration | None) -> No
         if row.progress is None or abs(row.progress - 1) > fall_tolerance:
             share = "not a number" if row.progress is None else f"{row.progress:.0%}"
             reasons.append(
-                f"its loss falls by {share} of what it does in fp32, where {fall_tolerance:.0%} "
-                "more or less would pass"
+                f"relative to fp32, the fall of its loss is {share}, where the check allows "
+                f"100% ± {fall_tolerance:.0%}"
             )
         # Only the first loss is compared: rounding makes later ones diverge in a correct step too.
         check = check[:1]
         reference = reference[:1]
     row.error = _finite((check - reference).norm() / reference.norm())
     if row.error is None or row.error > tolerance:
-        error = "not a number" if row.error is None else f"{row.error:.1e} off fp32"
-        reasons.append(f"{error}, where {tolerance:.0e} would pass")
+        error = "not a number" if row.error is None else f"{row.error:.1e}"
+        reasons.append(f"its error from fp32 is {error}, where the check allows {tolerance:.0e}")
     if reasons:
         row.stop("failed", "; ".join(reasons))
 

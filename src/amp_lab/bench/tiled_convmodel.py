@@ -42,7 +42,7 @@ class TiledStep(FusedStep):
         self.tiles_type = tiles
         if dtype not in self.tiles_type.dtypes:
             allowed = " or ".join(map(str, self.tiles_type.dtypes))
-            raise OptionError(f"the step in tiles computes in {allowed}, not in {dtype}")
+            raise OptionError(f"the tiled step computes in {allowed}, not in {dtype}")
         super().__init__(model, dtype, compiled=False)  # its kernels replace the compiled chains
 
     def _start(self, inputs: Tensor, target: Tensor) -> None:
@@ -136,5 +136,5 @@ def tiled_unsupported_reason(device: torch.device | str = "cpu") -> str | None:
         return cpp_unsupported_reason()
     has_package = importlib.util.find_spec("triton") is not None
     if not backend(device).has_triton or not has_package:
-        return f"the step in tiles needs Triton on a GPU, and there is none here for {device}"
+        return f"the tiled step needs Triton on a GPU, and Triton is not available for {device}"
     return None

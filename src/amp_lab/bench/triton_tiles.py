@@ -44,8 +44,10 @@ class TritonTiles:
         fits_int32 = pixels * channels < 2**31  # the kernels' indices are int32
         if not (channels_fit and pixels_fit and fits_int32):
             size = f"{pixels} pixels of {channels} channels"
-            sizes = f"a multiple of {_TILE} pixels, and of channels a power of two from {_DEPTH}"
-            raise OptionError(f"{size}: on a GPU the step in tiles needs {sizes}")
+            sizes = (
+                f"a multiple of {_TILE} pixels, and a power of two of at least {_DEPTH} channels"
+            )
+            raise OptionError(f"{size}: on a GPU, the tiled step needs {sizes}")
         self.pixels = pixels
         self.channels = channels
         self.device = device
@@ -102,7 +104,9 @@ class TritonTiles:
                 launch = kernel[grid]
                 launch(*arguments, **constants)
             except triton.TritonError as error:
-                message = f"Triton has no step in tiles for {self.device}: {with_type(error)}"
+                message = (
+                    f"Triton cannot compile the tiled step for {self.device}: {with_type(error)}"
+                )
                 raise OptionError(message) from error
 
 

@@ -77,7 +77,7 @@ def _mark_divergence(ax: Axes, step: int, module: str, steps: int) -> None:
         "transform": ax.get_xaxis_transform(),
         "fontsize": 9,
     }
-    text = f"part in {module}"
+    text = f"diverge in {module}"
     ax.text(step, 1.01, text, **above)  # y = 1 is the top of the axes
 
 

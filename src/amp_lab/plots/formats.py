@@ -43,7 +43,7 @@ def errors_by_layer(reports: Sequence[Any]) -> Figure:
     ticks = range(0, len(names), every)
     tick_names = names[::every]
     ax.set_xticks(ticks, tick_names, **style.SLANTED)
-    x_label = "layer (open: left in 16 bits)"
+    x_label = "layer (open marker: left in 16 bits)"
     style.label(ax, x_label, "SQNR of the worst matmul in dB")
     style.legend_beside(figure, "outside right upper")
     return figure

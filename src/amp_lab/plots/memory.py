@@ -47,6 +47,6 @@ def memory_against_batch(
 def _limit_line(ax: Axes, gib: float) -> None:
     """Draw a horizontal line at the memory of the GPU in GiB, with a text at its left end."""
     ax.axhline(gib, color="black", linewidth=1)
-    text = f"the GPU: {gib:.3g} GiB"
+    text = f"memory of the GPU: {gib:.3g} GiB"
     left_end = (0, gib)
     ax.annotate(text, left_end, **_AT_LEFT_END)

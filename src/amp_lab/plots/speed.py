@@ -46,7 +46,7 @@ def speed_ladder(panels: Mapping[str, Sequence[Bar]]) -> Figure:
         ax.set_title(title, fontsize=10, loc="left")
     x_label = "time of a step (ms)"
     if has_limits:
-        x_label += "; black: the limit of the device"
+        x_label += "; black mark: limit of the device"
     bottom_axes = axes[-1]
     bottom_axes.set_xlabel(x_label)
     return figure
