@@ -196,7 +196,7 @@ def test_a_second_log_and_what_is_no_scaler_are_refused():
     scaler = torch.amp.GradScaler("cpu")
     with ScaleLog(scaler), pytest.raises(NumericsError, match="already has an open ScaleLog"):
         ScaleLog(scaler)
-    with pytest.raises(NumericsError, match="torch.amp.GradScaler, not float"):
+    with pytest.raises(NumericsError, match=r"torch\.amp\.GradScaler, not float"):
         ScaleLog(65536.0)
     with pytest.raises(NumericsError, match="no step was logged"):
         ScaleLog(scaler).plot()

@@ -146,7 +146,7 @@ def _log_run(
     Raises `NumericsError` if `run` cannot be called, raises, or calls no floating-point op.
     """
     if not callable(run):
-        raise NumericsError(f"a run is a model or a function, not a {type(run).__name__}")
+        raise NumericsError(f"a run must be a model or a function, not a {type(run).__name__}")
     try:
         log = record_run(name, functools.partial(run, *inputs, **kwargs), other)
     except RunRaised as error:

@@ -72,7 +72,7 @@ class TrainingReport(FormatReport):
     learned: float = 0.0  # the fall of the loss, with the last seed
 
     def judge(self, bf16: "TrainingReport") -> None:
-        """Set the verdict: ``accurate enough``, ``accurate enough in one step``, or why it fails."""
+        """Set the verdict: ``accurate enough``, ``… in one step``, or why the format fails."""
         self.verdict = self._find_verdict(bf16)
 
     def _find_verdict(self, bf16: "TrainingReport") -> str:
@@ -85,7 +85,9 @@ class TrainingReport(FormatReport):
         if not self.gradients_off <= max(_GRADIENTS_OFF, _TIMES_BF16 * bf16.gradients_off):
             return f"its gradients are off by {self.gradients_off:.0%}"
         if self.losses:
-            return "accurate enough" if self._learns_as(bf16) else "it does not learn as bf16 does"
+            if self._learns_as(bf16):
+                return "accurate enough"
+            return "its loss does not fall as in bf16"
         if abs(self.loss_off) <= max(_LOSS_OFF, _TIMES_BF16 * abs(bf16.loss_off)):
             return "accurate enough in one step"
         return f"its loss is off by {self.loss_off:+.0%}"
@@ -262,7 +264,7 @@ class TrainingRehearsal(Rehearsal):
         checks = (
             f"The check of one step: {limits}, or by at most {_TIMES_BF16} times the bf16 error."
         )
-        return numbers, [checks, "Learning was not tested. To test it, use more steps."]
+        return numbers, [checks, "Learning was not tested. Use more steps to test learning."]
 
 
 @dataclass(frozen=True, repr=False)

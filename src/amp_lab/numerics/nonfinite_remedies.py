@@ -85,7 +85,7 @@ _MASKED = nonfinite_remedy(
     "a mask of -inf was multiplied by 0 or subtracted",
     "0 * -inf and -inf - -inf are NaN. Apply the mask after the arithmetic, with torch.where or "
     "masked_fill. Or fill in a finite value, such as torch.finfo(dtype).min, instead of -inf. Do "
-    "not add that value.",
+    "not add such a value.",
 )
 _NO_VALUES = nonfinite_remedy(
     "no_values",

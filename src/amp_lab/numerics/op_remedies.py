@@ -161,7 +161,7 @@ FORWARD = {
     "nll_loss": nonfinite_remedy(
         "nll_loss",
         "a mean over no targets",
-        "The loss averages over no targets: all targets are ignore_index, or all class weights "
+        "The loss has no targets to average: all targets are ignore_index, or all class weights "
         "are 0. Use reduction='sum' and divide by max(number of targets, 1).",
         failure="AMP0112",
     ),
