@@ -380,14 +380,15 @@ def _class_signature(node: ast.ClassDef) -> str:
 
 
 def members(entry: Entry, links: dict[str, str]) -> Iterator[str]:
-    """Public fields, properties and methods that have something said about them."""
+    """Yield the text for each public field, property and method that is documented."""
     body = entry.node.body
-    for part, after in zip(body, [*body[1:], None], strict=True):
+    for part, next_part in zip(body, [*body[1:], None], strict=True):
         if isinstance(part, ast.AnnAssign) and isinstance(part.target, ast.Name):
             name = part.target.id
             if not name.startswith("_"):
-                said = _comment(entry.source[part.lineno - 1]) or _text_of(after)
-                yield _attribute(name, part.annotation, said, links)
+                # A comment on its line, or a string below it.
+                description = _comment(entry.source[part.lineno - 1]) or _text_of(next_part)
+                yield _attribute(name, part.annotation, description, links)
         elif isinstance(part, ast.FunctionDef):
             is_public = not part.name.startswith("_")
             if is_public and ast.get_docstring(part) is not None:

@@ -154,15 +154,18 @@ def prepare(source: Path) -> None:
     """Give a `.py` without a header one that names the kernel, and see that a pair can match it."""
     text = source.read_text(encoding="utf-8")
     if not text.startswith("# ---\n"):
-        lines = (f"#     {key}: {value}\n" for key, value in KERNEL.items())
-        header = "".join(["# ---\n# jupyter:\n#   kernelspec:\n", *lines, "# ---\n\n"])
+        header = "# ---\n# jupyter:\n#   kernelspec:\n"
+        for key, value in KERNEL.items():
+            header += f"#     {key}: {value}\n"
+        header += "# ---\n\n"
         text = header + text.lstrip()
         source.write_text(text, encoding="utf-8")
         print(f"{source.name}: added the header that names its kernel", flush=True)
     expected = as_text(read_source(source), source)
-    for number, pair in enumerate(zip_longest(text.split("\n"), expected.split("\n")), 1):
-        if pair[0] != pair[1]:  # `check` would find it out of step for ever
-            should = "not be there" if pair[1] is None else f"be {pair[1]!r}"
+    lines = zip_longest(text.split("\n"), expected.split("\n"))
+    for number, (line, expected_line) in enumerate(lines, 1):
+        if line != expected_line:  # `check` would find it out of step for ever
+            should = "not be there" if expected_line is None else f"be {expected_line!r}"
             raise Problem(f"{source.name}, line {number}: should {should}, as jupytext writes it")
 
 
@@ -277,15 +280,17 @@ def keep_outputs(notebook: nbformat.NotebookNode, source: Path) -> None:
 def with_outputs(source: Path) -> nbformat.NotebookNode:
     """The notebook in `source` with the outputs of its pair; `Problem` if its code is another."""
 
-    def code(notebook: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
+    def code_cells(notebook: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
         return [cell for cell in notebook.cells if cell.cell_type == "code"]
 
     notebook = read_source(source)
-    new, old = code(notebook), code(committed(source))
-    if [cell.source for cell in new] != [cell.source for cell in old]:
+    new_cells = code_cells(notebook)
+    old_cells = code_cells(committed(source))
+    if [cell.source for cell in new_cells] != [cell.source for cell in old_cells]:
         raise Problem(f"{source.name}: not only its text changed, so run it, without --text")
-    for cell, ran in zip(new, old, strict=True):
-        cell.outputs, cell.execution_count = ran.outputs, ran.execution_count
+    for new, old in zip(new_cells, old_cells, strict=True):
+        new.outputs = old.outputs
+        new.execution_count = old.execution_count
     return notebook
 
 

@@ -156,35 +156,52 @@ class _Stage:
         raise SiteError(f"{page}: no section `## Summary`, before which its playground would stand")
 
     def with_links(self, page: str, text: str) -> str:
-        """The text with its links as they have to be among the sources; linked files are added."""
+        """The text of a page with its links as they have to be among the sources.
 
-        def fitted(match: re.Match[str]) -> str:
-            target, fragment = unquote(match[2]), match[3] or ""
-            path = (self.root / page).parent / target if target else self.root / page
-            path = Path(os.path.normpath(path))
+        A file that a link leads to is copied there, if it is no page.
+        """
+
+        def fitted(link: re.Match[str]) -> str:
+            start, address, fragment = (
+                link.groups()
+            )  # such as ``](``, ``docs/cli.md``, ``#options``
+            fragment = fragment or ""
+            target = unquote(address)
+            path = self.root / page  # of a link to the page itself
+            if target:
+                path = Path(os.path.normpath(path.parent / target))
             if not path.is_relative_to(self.root):
-                return match[0]
-            to = path.relative_to(self.root).as_posix()
-            if fragment and to.endswith(".md") and path.is_file():
-                fragment = "#" + _jupyter_anchor(path, fragment[1:])
-            if path.is_file() and to not in self.pages:
-                _write(self.sources / to, path.read_bytes())
-            if to == "README.md" and target:
-                up = len(Path(page).parts) - 1
-                return f"{match[1]}{'../' * up}index.md{fragment}"
-            return f"{match[1]}{match[2]}{fragment}"
+                return link[0]
+            name = path.relative_to(self.root).as_posix()
+            if path.is_file():
+                if fragment and name.endswith(".md"):
+                    fragment = "#" + _jupyter_anchor(path, fragment[1:])
+                if name not in self.pages:
+                    _write(self.sources / name, path.read_bytes())
+            if name == "README.md" and target:  # it is the first page, index.md
+                up = "../" * (len(Path(page).parts) - 1)
+                return f"{start}{up}index.md{fragment}"
+            return f"{start}{address}{fragment}"
 
         return edition.LINK.sub(fitted, text)
 
     def finish_first_page(self, bar: list[tuple[str, list[str]]]) -> None:
-        """Add the left bar to the first page; README's table has the notebooks' short titles."""
+        """Add the left bar to the first page, as tables of contents that Sphinx moves to the left.
+
+        The notebooks have the short titles of README's table, all other pages their own.
+        """
         first = self.sources / "index.md"
         text = first.read_text(encoding="utf-8")
+        # Rows of the table, such as ``| [First steps](notebooks/00_start_here.ipynb)``.
         rows = re.findall(r"\| \[([^]]+)\]\((notebooks/\w+\.ipynb)\)", text)
-        titled = {page: f"{title} <{_bare(page)}>" for title, page in rows}
+        titles = {page: title for title, page in rows}
         for caption, pages in bar:
-            entries = "\n".join(titled.get(page) or _bare(page) for page in pages)
-            text += f"\n```{{toctree}}\n:hidden:\n:caption: {caption}\n\n{entries}\n```\n"
+            entries = []
+            for page in pages:
+                name = _bare(page)
+                entries.append(f"{titles[page]} <{name}>" if page in titles else name)
+            lines = "\n".join(entries)
+            text += f"\n```{{toctree}}\n:hidden:\n:caption: {caption}\n\n{lines}\n```\n"
         _write(first, text)
 
 
@@ -227,13 +244,16 @@ def build(sources: Path, out: Path, *, builder: str = "html", address: str = "")
     from sphinx.cmd.build import build_main
 
     os.environ["AMP_LAB_SITE_ADDRESS"] = address
-    new, trees = out.with_name(f"{out.name}-new"), out.with_name(f"{out.name}-doctrees")
+    new = out.with_name(f"{out.name}-new")
+    trees = out.with_name(f"{out.name}-doctrees")
     shutil.rmtree(new, ignore_errors=True)
-    strict = ["--fail-on-warning"] if builder == "html" else []
-    options = ["--quiet", "--fresh-env", "--jobs", "auto", "--builder", builder, *strict]
-    folders = ["--doctree-dir", trees, "--conf-dir", SETTINGS, sources, new]
-    static = ["--define", f"html_static_path={sources / '_static'}"]
-    code = build_main([*options, *static, *map(str, folders)])
+    arguments = ["--quiet", "--fresh-env", "--jobs", "auto", "--builder", builder]
+    if builder == "html":
+        arguments.append("--fail-on-warning")
+    arguments += ["--define", f"html_static_path={sources / '_static'}"]
+    arguments += ["--doctree-dir", str(trees), "--conf-dir", str(SETTINGS)]
+    arguments += [str(sources), str(new)]
+    code = build_main(arguments)
     shutil.rmtree(trees, ignore_errors=True)
     if code == 0 and builder == "html":
         shutil.rmtree(out, ignore_errors=True)

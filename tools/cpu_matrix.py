@@ -96,15 +96,21 @@ def main(argv: list[str] | None = None) -> int:
     if missing:
         print(f"cpu-matrix: there is no {missing[0]}", file=sys.stderr)
         return 2
-    wanted = [run for run in RUNS if run.name in (options.only or MATRIX)]
-    cannot = {run.name: f"this CPU has no {run.needs}" for run in wanted if not can_do(run)}
+    chosen_names = options.only or MATRIX
+    chosen = [run for run in RUNS if run.name in chosen_names]
+    impossible = {}  # the reason by name
+    for run in chosen:
+        if not can_do(run):
+            impossible[run.name] = f"this CPU has no {run.needs}"
     if options.list:
         for run in RUNS:
-            print(f"{run.name:<14} {cannot.get(run.name, 'can run')}  {_as_text(run.settings)}")
+            reason = impossible.get(run.name, "can run")
+            print(f"{run.name:<14} {reason}  {_as_text(run.settings)}")
         return 0
-    outcomes = [outcome_of(run, options.paths) for run in wanted if run.name not in cannot]
-    print(table(outcomes, cannot))
-    return int(any(outcome.code for outcome in outcomes))
+    outcomes = [outcome_of(run, options.paths) for run in chosen if run.name not in impossible]
+    print(table(outcomes, impossible))
+    has_failed = any(outcome.code != 0 for outcome in outcomes)
+    return 1 if has_failed else 0
 
 
 def can_do(run: Run) -> bool:

@@ -98,15 +98,18 @@ def run_part(part: Part, settings: Settings, limit_s: float) -> Outcome:
         left = limit_s - (time.monotonic() - started)
         code = _run(command, settings, log, left)
         if code is None:
-            outcome.status, outcome.error = "too long", f"stopped after {limit_s:.0f} s"
-        elif code != 0:
-            outcome.status, outcome.error = "failed", _last_line(log, code)
+            outcome.status = "too long"
+            outcome.error = f"stopped after {limit_s:.0f} s"
+            break
         if code != 0:
+            outcome.status = "failed"
+            outcome.error = _last_line(log, code)
             break
     outcome.seconds = time.monotonic() - started
     outcome.figures, unmet = _figures(log)
     if outcome.status == "held" and unmet:
-        outcome.status, outcome.error = "failed", "; ".join(unmet)
+        outcome.status = "failed"
+        outcome.error = "; ".join(unmet)
     return outcome
 
 
@@ -123,16 +126,14 @@ def table(outcomes: list[Outcome]) -> str:
 
 def _run(command: list[str], settings: Settings, log: Path, limit_s: float) -> int | None:
     """The exit code of Python with these arguments, None if it took too long; output to `log`."""
+    python_path = [str(ROOT / folder) for folder in ("src", "notebooks", "tools")]
+    if os.environ.get("PYTHONPATH"):
+        python_path.append(os.environ["PYTHONPATH"])
     environment = os.environ | {
         "AMP_LAB_DEVICE": settings.device,
         "AMP_LAB_SCALE": settings.scale,
-        "MPLBACKEND": "Agg",
-        "PYTHONPATH": os.pathsep.join(
-            [
-                *(str(ROOT / folder) for folder in ("src", "notebooks", "tools")),
-                os.environ.get("PYTHONPATH", ""),
-            ]
-        ).rstrip(os.pathsep),
+        "MPLBACKEND": "Agg",  # draws without a display
+        "PYTHONPATH": os.pathsep.join(python_path),
     }
     with open(log, "a", encoding="utf-8") as file:
         # A session of its own, so that what a part has started ends with it.
@@ -156,14 +157,14 @@ def _run(command: list[str], settings: Settings, log: Path, limit_s: float) -> i
 
 
 def _last_line(log: Path, code: int) -> str:
-    """What a process that failed said last: the error, at the end of a traceback."""
+    """The last line that a failed process printed: the error, at the end of a traceback."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines()]
-    said = [line for line in lines if line and not line.startswith(MARK)]
-    return said[-1] if said else f"exit code {code}"
+    printed = [line for line in lines if line and not line.startswith(MARK)]
+    return printed[-1] if printed else f"exit code {code}"
 
 
 def _figures(log: Path) -> tuple[dict, list[str]]:
-    """What the part's processes handed over, and which of their limits were not met."""
+    """The figures that the part's processes printed, and which of their limits were not met."""
     figures: dict = {}
     for line in log.read_text(errors="replace").splitlines():
         if line.startswith(MARK):

@@ -96,7 +96,7 @@ def _short(failure: dict[str, Any]) -> str:
 
 
 def _section(root: Path, failure: dict[str, Any]) -> str:
-    """The section of the failure's notebook, with its outputs; empty if it has none."""
+    """The section of the failure in a notebook, as Markdown with its outputs; "" if it has none."""
     path, _, anchor = failure["page"].partition("#")
     if not re.fullmatch(r"notebooks/08[a-z]_\w+\.ipynb", path):
         return ""

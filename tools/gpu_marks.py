@@ -53,14 +53,17 @@ def mark(key: str, place: Path) -> str:
 
 
 def seen(results: Iterable[Path], statements: Mapping[str, Statement]) -> dict[str, str]:
-    """The statements that a recorded run on a GPU has shown whole, each with the file's name."""
+    """The statements that a recorded run on a GPU has shown, each with the name of its file.
+
+    A run has shown a statement if all of the statement's parts held in it.
+    """
     shown: dict[str, str] = {}
     for path in results:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        device_type = found["device"].partition(":")[0]
-        if found["tiny"] or device_type in ("cpu", "pretend"):
+        result = json.loads(path.read_text(encoding="utf-8"))
+        device_type = result["device"].partition(":")[0]
+        if result["tiny"] or device_type in ("cpu", "pretend"):
             continue  # a rehearsal
-        held = {part["part"] for part in found["parts"] if part["status"] == "held"}
+        held = {part["part"] for part in result["parts"] if part["status"] == "held"}
         for key, statement in statements.items():
             if held.issuperset(statement.parts):
                 shown[key] = path.name

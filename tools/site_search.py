@@ -75,11 +75,13 @@ def sections(sources: Path, reference: dict[str, Any]) -> list[Section]:
         if failure is not None:
             found.append(_of_failure(page, failure, _markdown(path)))
         elif not name.startswith("notebooks/08"):  # its failures have pages of their own
-            asked = questions.get(page.removesuffix(".html"), [])
-            of_page = _of_page(page, _markdown(path), " ".join(asked))
+            questions_of_page = questions.get(page.removesuffix(".html"), [])
+            sections_of_page = _of_page(page, _markdown(path), " ".join(questions_of_page))
+            found += sections_of_page
             # A question is also searched alone, so that the other questions do not dilute it.
-            found += of_page
-            found += [replace(of_page[0], heading="", text="", messages=one) for one in asked]
+            first = sections_of_page[0]
+            for question in questions_of_page:
+                found.append(replace(first, heading="", text="", messages=question))
     return found
 
 

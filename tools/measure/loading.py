@@ -36,14 +36,18 @@ from amp_lab.train.data.images import IMAGENET_MEAN_STD
 from recording import parser, record, times_as_fast
 
 PARTS = {"as generated": 1, "twice the size": 2}
-BATCH, SIZE, WORKERS = 64, 224, 2
+BATCH = 64
+SIZE = 224  # of an image: 224 x 224 pixels
+WORKERS = 2
 WAYS = ("torchvision", "timm", "amp_lab")
 
 
 def make_files(folder: Path, factor: int, *, classes: int = 64) -> Path:
-    """Files in the layout of Caltech-256, with `factor` times the usual width and height."""
+    """Write files in the layout of Caltech-256, with `factor` times the usual width and height."""
     make_stand_in("caltech256", folder, classes=classes)
-    for path in folder.rglob("*.jpg") if factor > 1 else ():
+    if factor == 1:
+        return folder
+    for path in folder.rglob("*.jpg"):
         with Image.open(path) as image:
             larger = image.resize((factor * image.width, factor * image.height))
         larger.save(path, quality=85)
@@ -52,25 +56,35 @@ def make_files(folder: Path, factor: int, *, classes: int = 64) -> Path:
 
 def torchvision_loader(folder: Path, workers: int) -> Iterable:
     """As `references/classification` of torchvision has it, in its default backend, PIL."""
-    crop = [v2.RandomResizedCrop(SIZE, antialias=True), v2.RandomHorizontalFlip(), v2.PILToTensor()]
-    to_float = [v2.ToDtype(torch.float32, scale=True), v2.Normalize(*IMAGENET_MEAN_STD)]
-    files = ImageFolder(folder / FOLDER, v2.Compose([*crop, *to_float]))
+    transforms = [
+        v2.RandomResizedCrop(SIZE, antialias=True),
+        v2.RandomHorizontalFlip(),
+        v2.PILToTensor(),
+        v2.ToDtype(torch.float32, scale=True),
+        v2.Normalize(*IMAGENET_MEAN_STD),
+    ]
+    files = ImageFolder(folder / FOLDER, v2.Compose(transforms))
     return DataLoader(files, BATCH, shuffle=True, num_workers=workers)
 
 
 def timm_loader(folder: Path, workers: int, device: torch.device) -> Iterator:
     """As timm's `train.py` has it, without its colour jitter: uint8 until the batch is there."""
-    bicubic = v2.InterpolationMode.BICUBIC
-    crop = [v2.RandomResizedCrop(SIZE, interpolation=bicubic), v2.RandomHorizontalFlip()]
-    files = ImageFolder(folder / FOLDER, v2.Compose([*crop, v2.Lambda(np.asarray)]))
+    transforms = [
+        v2.RandomResizedCrop(SIZE, interpolation=v2.InterpolationMode.BICUBIC),
+        v2.RandomHorizontalFlip(),
+        v2.Lambda(np.asarray),  # uint8 (SIZE, SIZE, 3)
+    ]
+    files = ImageFolder(folder / FOLDER, v2.Compose(transforms))
     loader = DataLoader(files, BATCH, shuffle=True, num_workers=workers, collate_fn=_collate)
+    # One value for each channel, for pixels from 0 to 255.
     mean, std = (255 * torch.tensor(v, device=device).view(1, 3, 1, 1) for v in IMAGENET_MEAN_STD)
     for images, targets in loader:
-        pixels = images.to(device, non_blocking=True).permute(0, 3, 1, 2)
+        pixels = images.to(device, non_blocking=True).permute(0, 3, 1, 2)  # (N, 3, SIZE, SIZE)
         yield pixels.float().sub_(mean).div_(std), targets
 
 
 def _collate(pairs: list) -> tuple[torch.Tensor, torch.Tensor]:
+    """A batch of pairs (image, target)."""
     images, targets = zip(*pairs, strict=True)
     return torch.from_numpy(np.stack(images)), torch.tensor(targets)
 
@@ -86,7 +100,7 @@ def ways(folder: Path, device: torch.device, workers: int = WORKERS) -> dict[str
 
 
 def read(epoch: Callable[[], Iterable], images: int, device: torch.device) -> None:
-    """Read so many images, to the device."""
+    """Read at least `images` images, to the device."""
     count = 0
     for batch, _ in epoch():
         count += len(batch.to(device, non_blocking=True))
@@ -95,24 +109,28 @@ def read(epoch: Callable[[], Iterable], images: int, device: torch.device) -> No
 
 
 def serve(requests: Connection, folder: Path, images: int, device: torch.device) -> None:
-    """Answer the name of a way with the seconds that it takes to read so many images."""
-    multiprocessing.set_start_method(None, force=True)  # for workers, as where nothing was spawned
+    """Receive the names of ways until "" comes; answer each with the seconds to read `images`."""
+    # This process was spawned. Its workers are started in the default way of the system.
+    multiprocessing.set_start_method(None, force=True)
     keep_memory()  # as `record` does in the process that started this one
-    found = ways(folder, device)
-    while name := requests.recv():
+    epochs = ways(folder, device)
+    name = requests.recv()
+    while name:
         start = time.perf_counter()
-        read(found[name], images, device)
+        read(epochs[name], images, device)
         requests.send(time.perf_counter() - start)
+        name = requests.recv()
 
 
 def measure(factor: int, device: torch.device, budget_s: float) -> dict:
     """Seconds for the same number of images, and how many times as fast as torchvision's loop."""
-    images, rounds = 8 * BATCH, Rounds(device)
+    images = 8 * BATCH
+    rounds = Rounds(device)
     spawn = multiprocessing.get_context("spawn")
     requests, answers = spawn.Pipe()
     with tempfile.TemporaryDirectory() as place:
-        given = (answers, make_files(Path(place), factor), images, device)
-        reader = spawn.Process(target=serve, args=given)
+        folder = make_files(Path(place), factor)
+        reader = spawn.Process(target=serve, args=(answers, folder, images, device))
         reader.start()
         answers.close()  # so that this process learns of the reader's end
 
@@ -120,14 +138,16 @@ def measure(factor: int, device: torch.device, budget_s: float) -> dict:
             requests.send(name)
             return requests.recv()
 
-        for name in WAYS:
+        for name in WAYS:  # a warm-up
             seconds_of(name)
+        order = list(WAYS)
         end = time.perf_counter() + budget_s
         while time.perf_counter() < end or not rounds.all:
-            with rounds.next() as seconds:
-                for name in WAYS[:: 1 if len(rounds.all) % 2 == 0 else -1]:
+            with rounds.next() as seconds:  # a dict to fill
+                for name in order:
                     seconds[name] = seconds_of(name)
-        requests.send("")
+            order.reverse()  # so that no way is always first
+        requests.send("")  # ends the reader
         reader.join()
     compared = rounds.comparison(list(WAYS))
     rates = {name: images / compared.median_s(name) for name in WAYS}

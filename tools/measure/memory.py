@@ -10,6 +10,8 @@ the forecast expects against the bytes that autograd keeps on this CPU.
 """
 
 import gc
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torchvision
@@ -44,12 +46,21 @@ class Lstm(nn.Module):
         return self.lstm(x)[0]
 
 
-WORKLOADS = {  # name: model, shape of one item, batches on a GPU, batches on a CPU
-    "resnet50": (torchvision.models.resnet50, (3, 224, 224), (16, 64, 256), (2,)),
-    "mobilenet_v2": (torchvision.models.mobilenet_v2, (3, 224, 224), (16, 64, 256), (2,)),
-    "vit_b_16": (torchvision.models.vit_b_16, (3, 224, 224), (16, 64, 256), (2,)),
-    "gpt-small": (gpt_blocks, (1024, 768), (2, 8, 32), (1,)),
-    "lstm": (Lstm, (128, 512), (16, 64, 256), (2,)),
+class Workload(NamedTuple):
+    """A model, and the batches with which it is measured."""
+
+    build: Callable[[], nn.Module]
+    shape: tuple[int, ...]  # of one item of a batch
+    gpu_batches: tuple[int, ...]
+    cpu_batches: tuple[int, ...]
+
+
+WORKLOADS = {
+    "resnet50": Workload(torchvision.models.resnet50, (3, 224, 224), (16, 64, 256), (2,)),
+    "mobilenet_v2": Workload(torchvision.models.mobilenet_v2, (3, 224, 224), (16, 64, 256), (2,)),
+    "vit_b_16": Workload(torchvision.models.vit_b_16, (3, 224, 224), (16, 64, 256), (2,)),
+    "gpt-small": Workload(gpt_blocks, (1024, 768), (2, 8, 32), (1,)),
+    "lstm": Workload(Lstm, (128, 512), (16, 64, 256), (2,)),
 }
 
 
@@ -68,41 +79,46 @@ def real_step(model, optimizer, scaler, inputs, precision):
     optimizer.zero_grad()
 
 
-def real_peak(build, shape, batch, precision, device, optimizer_name):
-    """Bytes at the peak of the third step, and those of libraries that stay when all else ends."""
+def real_peak(workload, batch, precision, device, optimizer_name):
+    """Measure a training step: return (peak, workspace) in bytes.
+
+    The peak is that of the third step. The workspace is what cuBLAS keeps for itself: it is still
+    allocated when all tensors are gone.
+    """
     gc.collect()
     torch.cuda.empty_cache()
     torch._C._cuda_clearCublasWorkspaces()
     before = torch.cuda.memory_allocated()
-    model = build().to(device)
+    model = workload.build().to(device)
     optimizer = OPTIMIZERS[optimizer_name].make(model.parameters())
     scaler = precision.grad_scaler(device.type)
-    inputs = torch.rand(batch, *shape, device=device)
+    inputs = torch.rand(batch, *workload.shape, device=device)
     for _ in range(3):
         torch.cuda.reset_peak_memory_stats()
         real_step(model, optimizer, scaler, inputs, precision)
     peak = torch.cuda.max_memory_allocated() - before
     del model, optimizer, scaler, inputs
     gc.collect()
-    return peak, torch.cuda.memory_allocated() - before
+    workspace = torch.cuda.memory_allocated() - before
+    return peak, workspace
 
 
 def measure_peaks(device, optimizer_name, workloads):
     """Forecast and real peak for every model, precision and batch."""
-    for name, (build, shape, batches, _) in workloads.items():
+    for name, workload in workloads.items():
         with torch.device("meta"):
-            model = build()
+            model = workload.build()
         for precision in PRECISIONS:
-            for batch in batches:
+            for batch in workload.gpu_batches:
                 forecast = forecast_memory(
                     model,
-                    torch.empty(batch, *shape, device="meta"),
+                    torch.empty(batch, *workload.shape, device="meta"),
                     device_type=device.type,
                     precision=precision,
                     optimizer=optimizer_name,
                     loss_fn=loss_of,
                 )
-                peak, workspace = real_peak(build, shape, batch, precision, device, optimizer_name)
+                peak, workspace = real_peak(workload, batch, precision, device, optimizer_name)
                 yield {
                     "model": name,
                     "precision": precision,
@@ -117,64 +133,79 @@ def measure_peaks(device, optimizer_name, workloads):
 
 
 def measure_largest(device, optimizer_name, cap, workloads):
-    """The solved batch, and the largest whose real step stays within the cap (a bisection)."""
+    """The largest batch that fits into `cap` bytes: as `largest_batch` forecasts it, and really."""
     total = torch.cuda.get_device_properties(device).total_memory
     torch.cuda.set_per_process_memory_fraction(min(1.0, cap / total), device)
-    for name, (build, shape, _, _) in workloads.items():
+    for name, workload in workloads.items():
         with torch.device("meta"):
-            model = build()
+            model = workload.build()
         for precision in PRECISIONS:
-            solved = largest_batch(
+            forecast = largest_batch(
                 model,
-                (1, *shape),
+                (1, *workload.shape),
                 memory_bytes=cap,
                 precision=precision,
                 device_type=device.type,
                 optimizer=optimizer_name,
                 loss_fn=loss_of,
             )
-
-            def fits(batch, build=build, shape=shape, precision=precision):
-                try:
-                    real_peak(build, shape, batch, precision, device, optimizer_name)
-                except torch.cuda.OutOfMemoryError:
-                    return False
-                return True
-
-            low, high = 1, max(2, 2 * solved)
-            while high - low > max(1, solved // 100):
-                middle = (low + high) // 2
-                low, high = (middle, high) if fits(middle) else (low, middle)
+            real = real_largest(workload, precision, device, optimizer_name, forecast)
             yield {
                 "model": name,
                 "precision": precision,
                 "cap": cap,
-                "solved": solved,
-                "real": low,
-                "ratio": solved / low,
+                "solved": forecast,
+                "real": real,
+                "ratio": forecast / real,
             }
     torch.cuda.set_per_process_memory_fraction(1.0, device)
 
 
+def real_largest(workload, precision, device, optimizer_name, forecast):
+    """The largest batch whose training step does not run out of memory, by bisection.
+
+    It is found to 1 % of `forecast`, the batch that was forecast, and searched up to twice as far.
+    """
+    fitting = 1
+    too_large = max(2, 2 * forecast)
+    while too_large - fitting > max(1, forecast // 100):
+        middle = (fitting + too_large) // 2
+        try:
+            real_peak(workload, middle, precision, device, optimizer_name)
+            fitting = middle
+        except torch.cuda.OutOfMemoryError:
+            too_large = middle
+    return fitting
+
+
+def real_activations(model, inputs, precision):
+    """Bytes that autograd saves in a forward pass on the CPU, without the model's own storages."""
+    saved = []
+
+    def keep(tensor):
+        saved.append(tensor.detach())
+        return saved[-1]
+
+    hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+    with precision.autocast("cpu"), hooks:
+        loss_of(model(inputs))
+    sizes = {}  # by the address of a storage, which several tensors may share
+    for tensor in saved:
+        storage = tensor.untyped_storage()
+        sizes[storage._cdata] = storage.nbytes()
+    for tensor in [*model.parameters(), *model.buffers()]:
+        sizes.pop(tensor.untyped_storage()._cdata, None)
+    return sum(sizes.values())
+
+
 def measure_activations(workloads):
-    """What autograd keeps on the CPU, beyond the model's own storages, against the forecast."""
-    for name, (build, shape, _, batches) in workloads.items():
-        model = build()
-        own = {t.untyped_storage()._cdata for t in [*model.parameters(), *model.buffers()]}
+    """Bytes of activations on the CPU: as forecast, and as autograd saves them."""
+    for name, workload in workloads.items():
+        model = workload.build()
         for precision in (Precision.FP32, Precision.BF16):
-            for batch in batches:
-                inputs, saved = torch.rand(batch, *shape), []
-
-                def keep(tensor, saved=saved):
-                    saved.append(tensor.detach())
-                    return saved[-1]
-
-                hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
-                with precision.autocast("cpu"), hooks:
-                    loss = loss_of(model(inputs))
-                kept = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in saved}
-                real = sum(size for address, size in kept.items() if address not in own)
-                del loss, saved, hooks, keep
+            for batch in workload.cpu_batches:
+                inputs = torch.rand(batch, *workload.shape)
+                real = real_activations(model, inputs, precision)
                 forecast = forecast_memory(
                     model, inputs, device_type="cpu", precision=precision, loss_fn=loss_of
                 )

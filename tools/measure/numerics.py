@@ -11,6 +11,7 @@ Each ratio is of functions that took turns, with its interval. The parts are
 
 import contextlib
 import copy
+import functools
 from dataclasses import replace
 from unittest import mock
 
@@ -30,7 +31,7 @@ PARTS = ("underflow", "scale", "nonfinite")
 
 
 def problems(device):
-    """Models, each with a function that computes the loss of it, or of a copy."""
+    """Yield (name, model, function): the function computes the loss of the model or of a copy."""
     for batch, size in ((32, 224), (8, 224), (64, 32)):
         model = build_model("resnet18", 10).to(device)
         images = torch.randn(batch, 3, size, size, device=device)
@@ -47,28 +48,23 @@ def problems(device):
 
 
 def measure_underflow(device, budget_s):
-    """A backward pass with and without counting; both keep the graph and return the gradients.
+    """Times of a backward pass with and without counting; both keep the graph.
 
-    A step is measured in the same rounds, on a copy, since an optimizer breaks a graph that is
-    kept. What counting added to the backward pass of a round is added to the step of that round.
+    A training step is measured in the same rounds. It trains a copy, since an optimizer breaks a
+    graph that is kept.
     """
     result = {}
     for name, model, loss_of in problems(device):
-        parameters, loss, values = list(model.parameters()), loss_of(model), []
-
-        def backward(loss=loss, parameters=parameters):
-            torch.autograd.grad(loss, parameters, retain_graph=True)
-
-        def counted(loss=loss, model=model, values=values):
-            values[:] = [gradient_underflow(model, loss).total.values]
-
-        kinds = {
-            "backward": backward,
-            "gradient_underflow": counted,
+        parameters = list(model.parameters())
+        loss = loss_of(model)
+        functions = {
+            "backward": functools.partial(torch.autograd.grad, loss, parameters, retain_graph=True),
+            "gradient_underflow": functools.partial(gradient_underflow, model, loss),
             "step": step_of(model, loss_of),
         }
-        compared = compare(kinds, device=device, budget_s=budget_s)
-        result[name] = of_backward_and_of_step(compared) | {"values": values[0]}
+        compared = compare(functions, device=device, budget_s=budget_s)
+        values = gradient_underflow(model, loss).total.values
+        result[name] = of_backward_and_of_step(compared) | {"values": values}
     return result
 
 
@@ -86,23 +82,32 @@ def step_of(model, loss_of):
 
 
 def of_backward_and_of_step(compared):
-    """How much longer counting takes than a backward pass, and a step with it than one without."""
-    taken = [compared.samples_s[n] for n in ("step", "gradient_underflow", "backward")]
-    with_counting = tuple(step + more - less for step, more, less in zip(*taken, strict=True))
-    samples_s = {"step": taken[0], "step with counting": with_counting}
-    backward = times_as_long(compared, "backward")
+    """How many times as long a backward pass and a step take with counting as without.
+
+    A step with counting is not run: it is the step of the same round, plus what counting added to
+    the backward pass of that round.
+    """
+    step_s = compared.samples_s["step"]
+    counted_s = compared.samples_s["gradient_underflow"]
+    backward_s = compared.samples_s["backward"]
+    step_with_counting_s = []
+    for step, counted, backward in zip(step_s, counted_s, backward_s, strict=True):
+        step_with_counting_s.append(step + counted - backward)
+    samples_s = {"step": step_s, "step with counting": tuple(step_with_counting_s)}
+    of_step = times_as_long(replace(compared, samples_s=samples_s), "step")
     key = "times as long as step"
-    return backward | {key: times_as_long(replace(compared, samples_s=samples_s), "step")[key]}
+    return times_as_long(compared, "backward") | {key: of_step[key]}
 
 
 def measure_scale(device, budget_s):
     """Microseconds that `ScaleLog` adds to a step, and their share of a step of a small model.
 
-    They are measured on a scaler with next to nothing to do, since they would drown in the noise of
-    a real step: two linear layers, 256 wide, batch 256.
+    The noise of a real step is larger than this difference, so it is measured on a scaler whose
+    optimizer has a single number. The real step is that of two linear layers, 256 wide, batch 256.
     """
 
-    def block(logged):
+    def scaler_steps(log):
+        """A function that makes 1000 steps of a scaler, in a block of `log(scaler)`."""
         parameter = nn.Parameter(torch.zeros(1, device=device))
         parameter.grad = torch.ones(1, device=device)
         optimizer = torch.optim.SGD([parameter], lr=0.0, fused=True)
@@ -110,7 +115,7 @@ def measure_scale(device, budget_s):
         def run():
             scaler = torch.amp.GradScaler(device.type)
             scaler.scale(parameter)
-            with ScaleLog(scaler) if logged else contextlib.nullcontext():
+            with log(scaler):
                 for _ in range(1000):
                     scaler.step(optimizer)
                     scaler.update()
@@ -121,20 +126,28 @@ def measure_scale(device, budget_s):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     inputs = torch.randn(256, 256, device=device)
 
-    def steps():
+    def real_steps():
         scaler = torch.amp.GradScaler(device.type)
         for _ in range(100):
-            scaler.scale(model(inputs).square().mean()).backward()
+            loss = model(inputs).square().mean()
+            scaler.scale(loss).backward()
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
 
-    kinds = {"scaler alone": block(False), "with ScaleLog": block(True), "100 steps": steps}
-    compared = compare(kinds, device=device, budget_s=budget_s)
-    longer = compared.ratio("with ScaleLog", "scaler alone")
+    functions = {
+        "scaler alone": scaler_steps(contextlib.nullcontext),
+        "with ScaleLog": scaler_steps(ScaleLog),
+        "100 steps": real_steps,
+    }
+    compared = compare(functions, device=device, budget_s=budget_s)
     alone_us = 1e6 * compared.median_s("scaler alone") / 1000
     step_us = 1e6 * compared.median_s("100 steps") / 100
-    added_us, low_us, high_us = (alone_us * (x - 1) for x in (longer.median, *longer.interval))
+    ratio = compared.ratio("with ScaleLog", "scaler alone")
+    low, high = ratio.interval
+    added_us = alone_us * (ratio.median - 1)
+    low_us = alone_us * (low - 1)
+    high_us = alone_us * (high - 1)
     return times_as_long(compared, "scaler alone") | {
         "added µs per step": {"median": added_us, "interval": [low_us, high_us]},
         "step ms": step_us / 1e3,
@@ -143,30 +156,47 @@ def measure_scale(device, budget_s):
 
 
 def measure_nonfinite(device, budget_s):
-    """A training step as it is, watched, and again after all has been removed; the looks alone."""
+    """Times of a training step with and without `find_nonfinite`.
+
+    - "plain" and "off again": without it, before and after a step that is watched,
+    - "find_nonfinite": in its block,
+    - "empty mode": in a dispatch mode that does nothing,
+    - "looks alone": without the step, only what looks for inf and NaN in its tensors.
+    """
     result = {}
     for name, model, loss_of in problems(device):
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
-
-        def step(context, model=model, loss_of=loss_of, optimizer=optimizer):
-            with context as finder:
-                loss_of(model).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            assert finder is None or finder.report is None, finder.report
-
-        tensors = looked_at(step, model)
-        kinds = {
-            "plain": lambda step=step: step(contextlib.nullcontext()),
-            "find_nonfinite": lambda step=step, m=model: step(find_nonfinite(m)),
-            "off again": lambda step=step: step(contextlib.nullcontext()),
-            "empty mode": lambda step=step: step(EmptyMode()),
-            "looks alone": lambda tensors=tensors: [is_finite(tensor) for tensor in tensors],
-        }
-        compared = compare(kinds, device=device, budget_s=budget_s)
+        functions, tensors = watched_steps(model, loss_of)
+        compared = compare(functions, device=device, budget_s=budget_s)
         count = {"looks": len(tensors), "values": sum(tensor.numel() for tensor in tensors)}
         result[name] = times_as_long(compared, "plain") | count
     return result
+
+
+def watched_steps(model, loss_of):
+    """The functions of `measure_nonfinite` by name, and the tensors of "looks alone"."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+
+    def step(context):
+        with context as finder:
+            loss_of(model).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert finder is None or finder.report is None, finder.report
+
+    tensors = looked_at(step, model)
+
+    def look():
+        for tensor in tensors:
+            is_finite(tensor)
+
+    functions = {
+        "plain": lambda: step(contextlib.nullcontext()),
+        "find_nonfinite": lambda: step(find_nonfinite(model)),
+        "off again": lambda: step(contextlib.nullcontext()),
+        "empty mode": lambda: step(EmptyMode()),
+        "looks alone": look,
+    }
+    return functions, tensors
 
 
 class EmptyMode(TorchDispatchMode):

@@ -30,6 +30,7 @@ from amp_lab.core.device import describe_device, pick_device
 from amp_lab.core.errors import OptionError, first_line
 from amp_lab.core.precision import Precision
 from amp_lab.core.timing import Rounds, allocated_bytes, is_out_of_memory, measure
+from amp_lab.core.timing_result import Comparison
 from amp_lab.model_call import ModelCall
 from amp_lab.models.build import build_model
 from amp_lab.recipes import TRAINING, Step
@@ -38,8 +39,9 @@ from recording import parser, record
 from training import adamw, make_step
 
 Batch = tuple[Tensor, Tensor]  # images (N, 3, H, W), classes (N)
-Run = Callable[[int], None]  # does that many training steps, and goes on where it ended before
-VOCABULARY, CONTEXT = 105, 256  # characters of the standard library, as `amp-lab train` has them
+Run = Callable[[int], None]  # runs that many training steps, and continues where it ended before
+VOCABULARY = 105  # characters of the standard library, as in `amp-lab train`
+CONTEXT = 256
 MIXED = (Precision.FP16, Precision.BF16)
 
 
@@ -116,14 +118,16 @@ def accelerate(model: nn.Module, batch: Batch, precision: Precision, device: tor
 
 def nanogpt(model: nn.Module, batch: Batch, precision: Precision, device: torch.device) -> Run:
     """A step after nanoGPT's `train.py`: the bare loop's, with gradients clipped to a norm of 1."""
-    optimizer, scaler = adamw(model), precision.grad_scaler(device.type)
+    inputs, targets = batch
+    optimizer = adamw(model)
+    scaler = precision.grad_scaler(device.type)
     autocast = functools.partial(
         torch.autocast, device.type, precision.dtype, enabled=precision in MIXED
     )
 
     def step() -> None:
         with autocast():
-            loss = cross_entropy(model(batch[0]), batch[1])
+            loss = cross_entropy(model(inputs), targets)
         scaler.scale(loss).backward()
         scaler.unscale_(optimizer)
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -150,16 +154,18 @@ def recommended(model: nn.Module, batch: Batch, precision: Precision, device: to
     def loss_fn(output: Any) -> Tensor:
         return cross_entropy(output, batch[1])
 
-    inputs, how = (batch[0],), {"loss_fn": loss_fn, "device": device}
-    chosen = advise(copy.deepcopy(model), *inputs, minutes=2, **how).chosen[TRAINING]
-    return _repeat(Step(ModelCall(model, inputs, loss_fn=loss_fn), chosen.recipe, device))
+    inputs, _ = batch
+    copied = copy.deepcopy(model)
+    advice = advise(copied, inputs, minutes=2, loss_fn=loss_fn, device=device)
+    call = ModelCall(model, (inputs,), loss_fn=loss_fn)
+    return _repeat(Step(call, advice.chosen[TRAINING].recipe, device))
 
 
 def _loop(model: nn.Module, batch: Batch, optimizer, backward: Callable[[Tensor], object]) -> Run:
     """The loop that Fabric and accelerate share.
 
-    It frees the gradients last, as the bare loop does: who keeps them while others take their turns
-    finds memory at hand in the next turn, and was 6 % faster for that alone.
+    A step frees the gradients at its end, as in the bare loop. A loop that keeps them during the
+    turns of the others need not allocate them in its next turn, and was 6 % faster for that alone.
     """
 
     def step() -> None:
@@ -171,6 +177,8 @@ def _loop(model: nn.Module, batch: Batch, optimizer, backward: Callable[[Tensor]
 
 
 def _repeat(step: Callable[[], object]) -> Run:
+    """A function that calls the step as many times as it is told."""
+
     def run(n_steps: int) -> None:
         for _ in range(n_steps):
             step()
@@ -251,61 +259,81 @@ def measure_peers(
     rounds: int,
 ) -> Iterator[dict]:
     """A `PeerRow` for each library and precision, as plain values; `name` is the model's."""
-    title = f"{name} " + "x".join(map(str, batch[0].shape))
+    shape = "x".join(map(str, batch[0].shape))
+    title = f"{name} {shape}"
     for precision in precisions:
         rows = [PeerRow(peer, title, str(precision), "ok") for peer in peers]
-        ready = []  # those that can run, with what runs them
+        ready: list[tuple[PeerRow, Run]] = []  # the rows of peers that can run
         for row in rows:
-            made = copy.deepcopy(model), batch, precision, device  # a model for each
-            run = _prepare(row, functools.partial(peers[row.peer], *made), precision, device)
+            own_model = copy.deepcopy(model)
+            make = functools.partial(peers[row.peer], own_model, batch, precision, device)
+            run = _prepare(row, make, precision, device)
             if run is not None:
                 ready.append((row, run))
-        timed = Rounds(device)
-        for turn in range(rounds):
-            with timed.next() as seconds:
-                for row, run in ready[:: 1 if turn % 2 == 0 else -1]:
-                    seconds[row.peer], _ = _time(run, precision, device)
-        compared = timed.comparison([row.peer for row, _ in ready])
+        compared = _compare(ready, precision, device, rounds)
+        first = rows[0].peer  # such as the bare loop; a ratio is relative to its time
         for row, _ in ready:
-            row.samples_s, row.disturbed = [*compared.samples_s[row.peer]], compared.disturbed
-            row.trusted, row.reason = compared.trusted, compared.reason
-            if rows[0].peer in compared.samples_s:  # the bare loop has not failed
-                ratio = compared.ratio(row.peer, rows[0].peer)
-                row.ratio, row.interval = ratio.median, [*ratio.interval]
+            row.samples_s = list(compared.samples_s[row.peer])
+            row.disturbed = compared.disturbed
+            row.trusted = compared.trusted
+            row.reason = compared.reason
+            if first in compared.samples_s:  # it has not failed
+                ratio = compared.ratio(row.peer, first)
+                row.ratio = ratio.median
+                row.interval = list(ratio.interval)
         yield from map(asdict, rows)
+
+
+def _compare(
+    ready: list[tuple[PeerRow, Run]], precision: Precision, device: torch.device, rounds: int
+) -> Comparison:
+    """Time the peers in turns, for this many rounds."""
+    timed = Rounds(device)
+    order = list(ready)
+    for _ in range(rounds):
+        with timed.next() as seconds:  # a dict to fill: the seconds of a step by peer
+            for row, run in order:
+                seconds[row.peer], _ = _time(run, precision, device)
+        order.reverse()  # so that no peer is always first
+    return timed.comparison([row.peer for row, _ in ready])
 
 
 def _prepare(
     row: PeerRow, make: Callable[[], Run], precision: Precision, device: torch.device
 ) -> Run | None:
-    """The peer of a row, tried once; None if it cannot run, with the reason in the row."""
-    held = allocated_bytes(device)
+    """Make the peer of a row and run it once; return None if it fails, with the reason in the row.
+
+    Writes the peak memory of this run into the row.
+    """
+    bytes_before = allocated_bytes(device)  # of the peers that were prepared earlier
     try:
         run = make()
         _, peak_bytes = _time(run, precision, device)
     except (OptionError, ModuleNotFoundError) as error:
-        row.status, row.reason = "not run", str(error)
+        row.status = "not run"
+        row.reason = str(error)
         return None
     except RuntimeError as error:
         row.status = "out of memory" if is_out_of_memory(error) else "failed"
         row.reason = first_line(error)
         return None
-    row.peak_bytes = None if peak_bytes is None else peak_bytes - held
+    if peak_bytes is not None:
+        row.peak_bytes = peak_bytes - bytes_before
     return run
 
 
 def _time(run: Run, precision: Precision, device: torch.device) -> tuple[float, int | None]:
-    """Seconds of a step, of many in a row, so that what a library does once for all counts less.
+    """Seconds of a step, and the peak memory; None if the device keeps no count of memory.
 
-    And their peak of memory.
+    Several steps run in a row, so that what a library does once for all of them counts less.
     """
     steps = 2 if device.type == "cpu" else 10
-    # IEEE for fp32 and TF32 for tf32, in the backward pass too, which no library sees to.
+    # On an accelerator `measure` empties the cache of memory, which the warm-up fills again.
+    warmup = 0 if device.type == "cpu" else 1
+    # IEEE for fp32 and TF32 for tf32. No library sets this for the backward pass.
     with precision.float32_mode(device.type):
-        # On an accelerator `measure` empties the cache, which a first call fills again.
-        warmup = int(device.type != "cpu")
-        m = measure(lambda: run(steps), device=device, warmup=warmup, repeats=1)
-    return m.samples_s[0] / steps, m.peak_bytes
+        measured = measure(lambda: run(steps), device=device, warmup=warmup, repeats=1)
+    return measured.samples_s[0] / steps, measured.peak_bytes
 
 
 def main() -> None:
@@ -315,33 +343,44 @@ def main() -> None:
     options_of.add_argument("--rounds", type=int, default=16, help=rounds)
     options = options_of.parse_args()
     device = pick_device()
-    how: dict[str, Any] = {"rounds": options.rounds}
-    how["precisions"] = [Precision.FP32, *describe_device(device).accelerated]
+    precisions = [Precision.FP32, *describe_device(device).accelerated]
     on_cpu = device.type == "cpu"
 
-    def peers() -> Iterator[dict]:
-        n, size = (64, 32) if on_cpu else (256, 224)
-        batch = torch.randn(n, 3, size, size).to(device), (torch.arange(n) % 10).to(device)
-        model = build_model("resnet18", 10).to(device)
-        return measure_peers("resnet18", PEERS, model, batch, device, **how)
+    def compare_peers(
+        name: str,
+        peers: dict[str, Callable[..., Run]],
+        batch: Batch,
+        precisions: list[Precision] = precisions,
+    ) -> Iterator[dict]:
+        classes = VOCABULARY if name == "gpt-nano" else 10
+        model = build_model(name, classes).to(device)
+        return measure_peers(
+            name, peers, model, batch, device, precisions=precisions, rounds=options.rounds
+        )
+
+    def images(count: int, size: int) -> Batch:
+        pixels = torch.randn(count, 3, size, size)
+        classes = torch.arange(count) % 10
+        return pixels.to(device), classes.to(device)
 
     def passages() -> Batch:
-        tokens = torch.randint(VOCABULARY, (8 if on_cpu else 64, CONTEXT + 1)).to(device)
+        count = 8 if on_cpu else 64
+        tokens = torch.randint(VOCABULARY, (count, CONTEXT + 1)).to(device)
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
+    def peers() -> Iterator[dict]:
+        batch = images(64, 32) if on_cpu else images(256, 224)
+        return compare_peers("resnet18", PEERS, batch)
+
     def text() -> Iterator[dict]:
-        model = build_model("gpt-nano", VOCABULARY).to(device)
-        return measure_peers("gpt-nano", TEXT_PEERS, model, passages(), device, **how)
+        return compare_peers("gpt-nano", TEXT_PEERS, passages())
 
     def advised() -> Iterator[dict]:
-        n, low = (8 if on_cpu else 64), how | {"precisions": [Precision.BF16]}
+        bf16 = [Precision.BF16]
         for name in ("resnet50", "mobilenet_v2"):
-            images = torch.randn(n, 3, 224, 224).to(device), (torch.arange(n) % 10).to(device)
-            yield from measure_peers(
-                name, ADVISED, build_model(name, 10).to(device), images, device, **low
-            )
-        model = build_model("gpt-nano", VOCABULARY).to(device)
-        yield from measure_peers("gpt-nano", ADVISED, model, passages(), device, **low)
+            batch = images(8 if on_cpu else 64, 224)
+            yield from compare_peers(name, ADVISED, batch, bf16)
+        yield from compare_peers("gpt-nano", ADVISED, passages(), bf16)
 
     with tempfile.TemporaryDirectory() as folder:
         os.environ["KERAS_HOME"] = folder  # or Keras would write its settings into the user's home

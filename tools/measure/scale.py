@@ -41,36 +41,42 @@ WAYS = {  # what is measured: processes and options
 
 
 def images_per_s(processes: int, options: list[str], precision: str, device: torch.device) -> float:
-    """Of all processes, in the faster of two epochs after the first, which sets everything up.
+    """Images per second of all processes together, in an epoch after the first.
 
-    Without `--parallel`, each process trains by itself, on as many images as its share would be.
+    With ``--parallel`` in `options`, the processes train one model. Else each trains its own, on as
+    many images as its share would be.
     """
-    together = "--parallel" in options
-    starts, batch = (1, BATCH * processes) if together else (processes, BATCH)
+    command = [sys.executable, "-m"]
+    runs = processes
+    batch = BATCH
+    if "--parallel" in options:  # one run, in all processes
+        command += ["torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", "-m"]
+        runs = 1
+        batch = BATCH * processes
+    command += ["amp_lab", "train", "--dataset", "digits", "--model", "resnet18"]
+    command += ["--image-size", "64", "--batch-size", str(batch), "--limit", str(8 * batch)]
+    command += ["--epochs", "3", "--precision", precision, "--device", device.type, *options]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory() as folder:
-        line = [sys.executable, "-m"]
-        if together:
-            line += ["torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", "-m"]
-        line += ["amp_lab", "train", "--dataset", "digits", "--model", "resnet18"]
-        line += ["--image-size", "64", "--batch-size", str(batch), "--limit", str(8 * batch)]
-        line += ["--epochs", "3", "--precision", precision, "--device", device.type, *options]
-        outs = [Path(folder) / str(number) for number in range(starts)]
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        quiet = subprocess.DEVNULL
-        started = [
-            subprocess.Popen([*line, "--out", str(out)], env=environment, stdout=quiet)
-            for out in outs
-        ]
-        codes = [process.wait() for process in started]  # of all, before their folder goes
+        outs = [Path(folder) / str(number) for number in range(runs)]
+        started = []
+        for out in outs:
+            process = subprocess.Popen(
+                [*command, "--out", str(out)], env=environment, stdout=subprocess.DEVNULL
+            )
+            started.append(process)
+        codes = [process.wait() for process in started]  # of all, before their folder is removed
         if any(codes):
-            raise RuntimeError(f"a run failed: {' '.join(line)}")
+            raise RuntimeError(f"a run failed: {' '.join(command)}")
         rates = [_rates(out) for out in outs]
-        # Of several runs, the second of three epochs: during the last one, another may have ended.
-        return max(rates[0]) if starts == 1 else sum(second for second, _ in rates)
+    if runs == 1:
+        return max(rates[0])  # of the faster epoch
+    # Of several runs, the second of three epochs: during the last one, another may have ended.
+    return sum(second for second, _ in rates)
 
 
 def _rates(out: Path) -> list[float]:
-    """Images per second in each epoch after the first."""
+    """Images per second in each epoch after the first, which sets everything up."""
     names, *rows = (out / METRICS).read_text().splitlines()
     column = names.split(",").index("images_per_s")
     return [float(row.split(",")[column]) for row in rows[1:]]
@@ -80,11 +86,14 @@ def measure_speed(device: torch.device, turns: int, precisions: list[str]) -> It
     """Images per second, and as a multiple of those of 1 process in the same turn."""
     for precision in precisions:
         rounds = Rounds(device)
-        for turn in range(turns):
-            with rounds.next() as seconds:
-                for way in list(WAYS)[:: 1 if turn % 2 == 0 else -1]:
-                    seconds[way] = 1 / images_per_s(*WAYS[way], precision, device)
+        order = list(WAYS)
+        for _ in range(turns):
+            with rounds.next() as seconds:  # a dict to fill: the seconds of an image by way
+                for way in order:
+                    processes, options = WAYS[way]
+                    seconds[way] = 1 / images_per_s(processes, options, precision, device)
                     rounds.watch.calibrate()  # a round takes minutes
+            order.reverse()  # so that no way is always first
         compared = rounds.comparison(list(WAYS))
         for way in WAYS:
             yield {
@@ -109,23 +118,24 @@ def sent(kind: str, reduce_dtype: str, precision: str, device_type: str, batch: 
         for _ in range(2):
             with count_communication() as found:
                 trained(images).float().square().mean().backward()
-        rows = {
-            f"{operation} {dtype}".replace("torch.", ""): total.sent_bytes
-            for (operation, dtype), total in found.totals().items()
-        }
+        rows = {}
+        for (operation, dtype), total in found.totals().items():
+            name = f"{operation} {dtype}".replace("torch.", "")  # such as ``all_reduce float32``
+            rows[name] = total.sent_bytes
         return {"sent_bytes": found.sent_bytes, "of": rows}
 
 
 def measure_sent(device: torch.device) -> Iterator[dict]:
-    """The same on every rank; what all the parameters take in fp32 stands beside it."""
+    """Yield what a step sends with DDP and FSDP2, beside the bytes of all parameters in fp32."""
     sys.path.append(str(NOTEBOOKS))
     from course.processes import run_workers
 
-    whole = 4 * sum(p.numel() for p in build_model("resnet18", 10).parameters())
-    for kind in ("ddp", "fsdp"):
+    parameter_bytes = 4 * sum(p.numel() for p in build_model("resnet18", 10).parameters())
+    # DDP sends gradients of fp32 weights, whatever autocast does.
+    precisions_of = {"ddp": ["fp32"], "fsdp": ["fp32", "bf16"]}
+    for kind, precisions in precisions_of.items():
         for reduce_dtype in ("fp32", "bf16"):
-            # DDP sends gradients of fp32 weights, whatever autocast does.
-            for precision in ("fp32", "bf16") if kind == "fsdp" else ("fp32",):
+            for precision in precisions:
                 first, second = run_workers(
                     sent,
                     processes=2,
@@ -135,12 +145,14 @@ def measure_sent(device: torch.device) -> Iterator[dict]:
                     device_type=device.type,
                     batch=BATCH,
                 )
-                assert first == second
-                yield (
-                    {"parallel": kind, "reduce_dtype": reduce_dtype, "precision": precision}
-                    | {"parameter_bytes": whole}
-                    | first
-                )
+                assert first == second, "both ranks send the same"
+                yield {
+                    "parallel": kind,
+                    "reduce_dtype": reduce_dtype,
+                    "precision": precision,
+                    "parameter_bytes": parameter_bytes,
+                    **first,
+                }
 
 
 def main() -> None:

@@ -27,7 +27,7 @@ PARTS = ("quiet", "loaded", "speed", "overhead")
 
 
 def repeated(values: torch.Tensor, times: int) -> Callable[[], None]:
-    """So many passes over the values."""
+    """A function that makes this many passes over the values."""
 
     def run() -> None:
         for _ in range(times):
@@ -37,7 +37,7 @@ def repeated(values: torch.Tensor, times: int) -> Callable[[], None]:
 
 
 def burn(seed: int, stop) -> None:
-    """Use a core for some tenths of a second, then none, until told to stop."""
+    """Use a core for some tenths of a second, then none, and so on, until `stop` is set."""
     numbers = random.Random(seed)
     torch.set_num_threads(1)
     factor = torch.ones(300, 300)
@@ -50,7 +50,7 @@ def burn(seed: int, stop) -> None:
 
 @contextmanager
 def load(processes: int) -> Iterator[None]:
-    """Other programs that start and stop, for the block."""
+    """The block in which other processes keep cores busy at random: see `burn`."""
     context = multiprocessing.get_context("spawn")
     stop = context.Event()
     others = [context.Process(target=burn, args=(seed, stop)) for seed in range(processes)]
@@ -66,23 +66,27 @@ def load(processes: int) -> Iterator[None]:
 
 
 def known_ratios(comparisons: int, device: torch.device) -> dict:
-    """How many comparisons of known ratios are trusted, and how many of those are wrong."""
+    """How many comparisons of known ratios are trusted, and how many of those are wrong.
+
+    A comparison is wrong if the known ratio is outside of its interval.
+    """
     values = torch.randn(200_000, device=device)
     numbers = random.Random(0)
-    trusted = wrong = 0
+    trusted = 0
+    wrong = 0
     seconds = []
     for _ in range(comparisons):
         few, many = numbers.choice(RATIOS)
+        functions = {"few": repeated(values, few), "many": repeated(values, many)}
         started = time.perf_counter()
-        found = compare(
-            {"few": repeated(values, few), "many": repeated(values, many)},
-            device=device,
-            budget_s=4,
-        )
+        compared = compare(functions, device=device, budget_s=4)
         seconds.append(time.perf_counter() - started)
-        low, high = found.ratio("many", "few").interval
-        trusted += found.trusted
-        wrong += found.trusted and not low <= many / few <= high
+        if not compared.trusted:
+            continue
+        trusted += 1
+        low, high = compared.ratio("many", "few").interval
+        if not low <= many / few <= high:
+            wrong += 1
     return {
         "comparisons": comparisons,
         "trusted": trusted,
@@ -94,37 +98,42 @@ def known_ratios(comparisons: int, device: torch.device) -> dict:
 def speed(device: torch.device) -> dict:
     """Seconds and rounds until two functions of about 10 ms are known to 3 %."""
     values = torch.randn(200_000, device=device)
+    # Find how many passes over the values take 10 ms.
     times = 1
-    while (took := _seconds(repeated(values, times))) < 0.01:
-        times = max(times + 1, round(times * 0.01 / took))
-    run = repeated(values, times)
+    function_s = _seconds(repeated(values, times))
+    while function_s < 0.01:
+        times = max(times + 1, round(times * 0.01 / function_s))
+        function_s = _seconds(repeated(values, times))
+    function = repeated(values, times)
     started = time.perf_counter()
-    found = compare({"one": run, "same": run}, device=device)
+    compared = compare({"one": function, "same": function}, device=device)
     seconds = time.perf_counter() - started
     return {
-        "function, ms": 1e3 * took,
+        "function, ms": 1e3 * function_s,
         "seconds": seconds,
-        "rounds": found.rounds,
-        "trusted": found.trusted,
-        "interval": found.ratio("same", "one").interval,
+        "rounds": compared.rounds,
+        "trusted": compared.trusted,
+        "interval": compared.ratio("same", "one").interval,
     }
 
 
 def overhead(device: torch.device) -> dict:
-    """A sleep that wakes at a set time takes as long as it says, so what is more is overhead."""
+    """What `compare` adds to a function that waits for exactly 1 ms, as a share of that time."""
 
     def wait() -> None:
         end = time.perf_counter() + 1e-3
         while time.perf_counter() < end:
             pass
 
-    found = compare({"one": wait, "same": wait}, device=device)
-    return {"share of a call of 1 ms": found.median_s("one") / 1e-3 - 1, "trusted": found.trusted}
+    compared = compare({"one": wait, "same": wait}, device=device)
+    share = compared.median_s("one") / 1e-3 - 1
+    return {"share of a call of 1 ms": share, "trusted": compared.trusted}
 
 
-def _seconds(run: Callable[[], None]) -> float:
+def _seconds(function: Callable[[], None]) -> float:
+    """Seconds of one call."""
     started = time.perf_counter()
-    run()
+    function()
     return time.perf_counter() - started
 
 

@@ -34,7 +34,7 @@ from amp_lab.train.train_options import RunConfig, RunOptions
 from recording import parser, plain, record, times_as_fast, times_as_long
 
 PARTS = ("speed", "loop", "added", "checkpoint", "accuracy")
-TRAINED = {  # for what is added: model, its classes, and a batch of it
+TRAINED = {  # for `measure_added`, by model: its number of classes, and a function for a batch
     "resnet18": (10, lambda: torch.randn(64, 3, 32, 32)),
     "mobilenet_v2": (10, lambda: torch.randn(64, 3, 32, 32)),
     "gpt-nano": (105, lambda: torch.randint(105, (8, 256))),
@@ -67,22 +67,26 @@ def adamw(model):
 
 
 def measure_speed(device, budget_s):
-    """A step of each model and size in each precision, as many times as fast as in fp32."""
-    low = [Precision.BF16] if device.type == "cpu" else [p for p in Precision if p != "fp32"]
+    """Times of a step of each model and image size, in each precision and memory format."""
+    precisions = list(Precision)
+    times_batch = 8
+    if device.type == "cpu":
+        precisions = [Precision.FP32, Precision.BF16]
+        times_batch = 1
     result = {}
     for name, size, batch in (
         ("resnet50", 224, 16),
         ("mobilenet_v2", 224, 16),
         ("mobilenet_v2", 32, 64),
     ):
-        batch *= 1 if device.type == "cpu" else 8
+        batch *= times_batch
         images = torch.randn(batch, 3, size, size, device=device)
         targets = torch.zeros(batch, dtype=torch.long, device=device)
         steps = {}
-        for precision, last in itertools.product([Precision.FP32, *low], (False, True)):
+        for precision, channels_last in itertools.product(precisions, (False, True)):
             model = build_model(name, 10).to(device)
-            step = make_step(model, adamw(model), images, targets, precision, device, last)
-            kind = f"{precision}{' channels_last' if last else ''}"
+            step = make_step(model, adamw(model), images, targets, precision, device, channels_last)
+            kind = f"{precision} channels_last" if channels_last else str(precision)
             steps[kind] = functools.partial(in_mode, precision, step, device)
         compared = compare(steps, device=device, budget_s=budget_s)
         result[f"{name} {batch}x{size}x{size}"] = times_as_fast(compared)
@@ -90,42 +94,48 @@ def measure_speed(device, budget_s):
 
 
 def in_mode(precision, step, device):
-    """One step, with TF32 on for that precision alone, in the backward pass too."""
+    """Run one step; TF32 is on only for that precision, and in the backward pass too."""
     with precision.float32_mode(device.type):
         step()
 
 
 def measure_loop(device, budget_s):
-    """An epoch on digits: a bare loop over tensors, `fit` on them, `fit` with data, data alone."""
-    data = load_dataset("digits").train
-    loaded = list(batches(data, 64, seed=0, drop_last=True))
-    load = functools.partial(batches, data, 64, seed=0, drop_last=True)
+    """Times of an epoch of MobileNetV2 on digits, with `fit` and without.
 
-    def bare(model, optimizer):
+    "bare loop" and "fit" train on batches that are in memory, "fit and data" loads them as well,
+    and "data" only loads them.
+    """
+    data = load_dataset("digits").train
+    load = functools.partial(batches, data, 64, seed=0, drop_last=True)
+    loaded = list(load())
+
+    def bare_epoch(model, optimizer):
         with Precision.FP32.autocast(device.type):
             for images, targets in loaded:
-                images, targets = images.to(device), targets.to(device)
+                images = images.to(device)
+                targets = targets.to(device)
                 F.cross_entropy(model(images).float(), targets).backward()
                 optimizer.step()
                 optimizer.zero_grad()
 
-    def fitted(source, model, optimizer):
-        fit(model, source, optimizer=optimizer, precision="fp32", device=device, epochs=1)
+    def fit_epoch(model, optimizer, epoch_batches):
+        fit(model, epoch_batches, optimizer=optimizer, precision="fp32", device=device, epochs=1)
 
     epochs = {
-        "bare loop": bare,
-        "fit": functools.partial(fitted, lambda epoch, start: loaded),
-        "fit and data": functools.partial(fitted, lambda epoch, start: load(epoch=epoch)),
+        "bare loop": bare_epoch,
+        "fit": functools.partial(fit_epoch, epoch_batches=lambda epoch, start: loaded),
+        "fit and data": functools.partial(
+            fit_epoch, epoch_batches=lambda epoch, start: load(epoch=epoch)
+        ),
     }
-    kinds: dict[str, Callable[[], object]] = {"data": lambda: list(load())}
-    for kind, epoch in epochs.items():
+    functions: dict[str, Callable[[], object]] = {"data": lambda: list(load())}
+    for name, epoch in epochs.items():
         torch.manual_seed(0)
         model = build_model("mobilenet_v2", 10).to(device).train()
-        kinds[kind] = functools.partial(epoch, model, adamw(model))
-    compared = compare(kinds, device=device, budget_s=budget_s)
-    return times_as_long(compared, "bare loop") | {
-        "share of loading": plain(compared.ratio("data", "fit and data"))
-    }
+        functions[name] = functools.partial(epoch, model, adamw(model))
+    compared = compare(functions, device=device, budget_s=budget_s)
+    share_of_loading = compared.ratio("data", "fit and data")
+    return times_as_long(compared, "bare loop") | {"share of loading": plain(share_of_loading)}
 
 
 class Outputs(nn.Module):
@@ -141,46 +151,62 @@ class Outputs(nn.Module):
 
 
 def bare_steps(model, batch, precision, device, count):
-    """A function that trains so many steps in a bare loop."""
-    step = make_step(model, adamw(model), batch[0], batch[1], precision, device)
-    return lambda: in_mode(precision, lambda: [step() for _ in range(count)], device)
+    """A function that trains `count` steps in a bare loop."""
+    inputs, targets = batch
+    step = make_step(model, adamw(model), inputs, targets, precision, device)
+
+    def steps():
+        for _ in range(count):
+            step()
+
+    return lambda: in_mode(precision, steps, device)
 
 
 def fit_steps(model, batch, precision, device, count):
-    """The same with `fit`, in an epoch."""
-    settings = {"optimizer": adamw(model), "precision": precision, "device": device}
-    return lambda: fit(model, lambda *start: itertools.repeat(batch, count), epochs=1, **settings)
+    """A function that trains `count` steps with `fit`, in one epoch."""
+    optimizer = adamw(model)
+
+    def same_batch(epoch, start):
+        return itertools.repeat(batch, count)
+
+    return lambda: fit(
+        model, same_batch, epochs=1, optimizer=optimizer, precision=precision, device=device
+    )
 
 
 def measure_added(device, budget_s, steps=50):
     """Microseconds that `fit` adds to a step of a bare loop, and their share of a model's step.
 
-    They would drown in the noise of that step. So both loops train a model that computes nothing
-    and has outputs of the same shape; what they differ by is then held against the real step.
+    The noise of a real step is larger than this difference. So it is measured with a model that
+    computes nothing and has outputs of the same shape, and then divided by the time of a real step.
     """
+    precisions = [Precision.FP32, *describe_device(device).accelerated]
     result = {}
-    for (name, (classes, make)), precision in itertools.product(
-        TRAINED.items(), [Precision.FP32, *describe_device(device).accelerated]
-    ):
-        model, inputs = build_model(name, classes).to(device), make().to(device)
+    for name, precision in itertools.product(TRAINED, precisions):
+        classes, make_inputs = TRAINED[name]
+        model = build_model(name, classes).to(device)
+        inputs = make_inputs().to(device)
         outputs = model(inputs).detach()  # (N, C), or (N, T, C) of tokens
         targets = torch.zeros(outputs.shape[:-1], dtype=torch.long, device=device)
-        how = (inputs, targets), precision, device
-        kinds = {
-            "bare loop": bare_steps(Outputs(outputs), *how, steps),
-            "fit": fit_steps(Outputs(outputs.clone()), *how, steps),
-            "step of the model": bare_steps(model, *how, 1),
+        batch = (inputs, targets)
+        functions = {
+            "bare loop": bare_steps(Outputs(outputs), batch, precision, device, steps),
+            "fit": fit_steps(Outputs(outputs.clone()), batch, precision, device, steps),
+            "step of the model": bare_steps(model, batch, precision, device, 1),
         }
-        compared = compare(kinds, device=device, budget_s=budget_s)
+        compared = compare(functions, device=device, budget_s=budget_s)
         result[f"{name} {precision}"] = added_to(compared, steps)
     return result
 
 
 def added_to(compared, steps):
-    """What `fit` took more than a bare loop in each round, for one of so many steps."""
-    loops = zip(compared.samples_s["fit"], compared.samples_s["bare loop"], strict=True)
-    added_s = tuple((fit - bare) / steps for fit, bare in loops)
-    added = replace(compared, samples_s={"added": added_s}).time_s("added")
+    """The time that `fit` adds to a step; `compared` has both loops with this many steps."""
+    added_s = []  # by round
+    fit_s = compared.samples_s["fit"]
+    bare_s = compared.samples_s["bare loop"]
+    for fit_of_round, bare_of_round in zip(fit_s, bare_s, strict=True):
+        added_s.append((fit_of_round - bare_of_round) / steps)
+    added = replace(compared, samples_s={"added": tuple(added_s)}).time_s("added")
     step_s = compared.median_s("step of the model")
     return compared.to_json() | {
         "added µs per step": plain(added.times(1e6)),
@@ -214,8 +240,10 @@ def measure_accuracy(device, model, precisions):
                     RunOptions(str(out), device=device.type),
                     say=lambda line: None,
                 )
-                last = (out / "metrics.csv").read_text().splitlines()[-1]
-                accuracies.append(float(last.split(",")[4]))
+                last_epoch = (out / "metrics.csv").read_text().splitlines()[-1]
+                accuracies.append(
+                    float(last_epoch.split(",")[4])
+                )  # the column of the test accuracy
             result[precision] = {"each": accuracies, "mean": statistics.mean(accuracies)}
             print(precision, result[precision], flush=True)
     return {"model": model, **result}

@@ -109,7 +109,8 @@ class Learning:
         if candidate.recipe.cast and not candidate.reason:
             # In 16 bits, rounding loses small updates of the weights. The learning rate of the run
             # is too high to show this, so one more step has a lower rate.
-            run.step.names["optimizer"].param_groups[0]["lr"] = _LOW_RATE
+            optimizer = run.step.names["optimizer"]
+            optimizer.param_groups[0]["lr"] = _LOW_RATE
             unchanged = _share_unchanged(run.step)
             if unchanged > _MOST_UNCHANGED:
                 candidate.reason = (

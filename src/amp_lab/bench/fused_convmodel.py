@@ -329,17 +329,17 @@ class _Normalised:
         g is the gradient of the normalisation's output; `g_sum` and `gz_sum` are the sums over the
         pixels of g and of g * z. All are (C,). Sets the gradients of the normalisation's weight and
         bias.
+
+        The formula of the gradient, with the normalised input zn = (z - mean) * inverse_std, is
+        dz = scale * (g - mean of g - zn * mean of (g * zn)). It is sorted by g, z and the rest.
         """
-        centred = gz_sum - self.mean * g_sum
-        d_weight = centred * self.inverse_std  # the sum of g * zn, where zn is the normalised z
-        _set_grad(self.norm.weight, d_weight)
+        g_zn_sum = (gz_sum - self.mean * g_sum) * self.inverse_std  # the sum of g * zn
+        _set_grad(self.norm.weight, g_zn_sum)
         _set_grad(self.norm.bias, g_sum)
-        # dz = scale * (g - mean of g - zn * mean of g * zn), sorted by g, z and the rest.
-        scale = self.scale
-        z_factor = -scale * d_weight * self.inverse_std / self.pixels
-        through_mean = -scale * g_sum / self.pixels
-        constant = through_mean - z_factor * self.mean
-        return scale, z_factor, constant
+        g_factor = self.scale
+        z_factor = -self.scale * g_zn_sum * self.inverse_std / self.pixels
+        constant = -self.scale * g_sum / self.pixels - z_factor * self.mean
+        return g_factor, z_factor, constant
 
 
 # --- The chains of elementwise ops, which torch.compile turns into one kernel each. They compute in

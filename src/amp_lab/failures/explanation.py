@@ -3,7 +3,7 @@
 import math
 import re
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from amp_lab.failures.graph_breaks import graph_break
 from amp_lab.failures.patterns import flat
@@ -113,6 +113,22 @@ def _by_code(text: str, reference: Reference) -> list[Failure]:
     return [reference.failures[code] for code in codes if code in reference.failures]
 
 
+class _Match(NamedTuple):
+    """A message that stands in a text."""
+
+    pattern: Pattern
+    is_in_last_error: bool
+    is_exact: bool  # with the dtypes of the text
+
+    @property
+    def rank(self) -> tuple[bool, int]:
+        """The larger, the better: in the last error, then with more characters in common."""
+        characters = self.pattern.literal
+        if self.is_exact:
+            characters += 10
+        return self.is_in_last_error, characters
+
+
 def _by_message(text: str, reference: Reference) -> list[Failure]:
     """The failures whose messages stand in the text, best first.
 
@@ -120,10 +136,10 @@ def _by_message(text: str, reference: Reference) -> list[Failure]:
     the message with the most characters in common comes first.
     """
     line = flat(text)
-    last_error = 0
-    for found in _ERROR.finditer(line):
-        last_error = found.start()
-    matches: list[tuple[Pattern, int, bool]] = []
+    last_error = 0  # its position
+    for error in _ERROR.finditer(line):
+        last_error = error.start()
+    matches: list[_Match] = []
     lower = line.lower()
     for pattern in reference.patterns:
         if pattern.fragment not in lower or (pattern.general and not has_subject(line, reference)):
@@ -131,15 +147,16 @@ def _by_message(text: str, reference: Reference) -> list[Failure]:
         end = _end_of_last_match(pattern, line)
         if end is not None:
             is_exact = pattern.exact != "" and pattern.exact in lower
-            matches.append((pattern, end, is_exact))
-    # Messages that differ in their dtypes alone: only the one with the dtypes of the text counts.
-    decided = {pattern.regex for pattern, _, is_exact in matches if is_exact}
-    best: dict[str, tuple[bool, int]] = {}
-    for pattern, end, is_exact in matches:
-        if is_exact or pattern.regex not in decided:
-            rank = (end > last_error, pattern.literal + 10 * is_exact)
-            best[pattern.code] = max(rank, best.get(pattern.code, (False, 0)))
-    codes = sorted(best, key=lambda code: (not best[code][0], -best[code][1], code))
+            matches.append(_Match(pattern, end > last_error, is_exact))
+    # Messages that differ only in their dtypes: the one with the dtypes of the text counts.
+    exact_regexes = {match.pattern.regex for match in matches if match.is_exact}
+    best_ranks: dict[str, tuple[bool, int]] = {}  # by the code of a failure
+    for match in matches:
+        if match.is_exact or match.pattern.regex not in exact_regexes:
+            code = match.pattern.code
+            best_ranks[code] = max(match.rank, best_ranks.get(code, (False, 0)))
+    codes = sorted(best_ranks)
+    codes.sort(key=lambda code: best_ranks[code], reverse=True)  # of equal ranks, in this order
     return [reference.failures[code] for code in codes]
 
 

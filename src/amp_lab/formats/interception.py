@@ -91,7 +91,11 @@ class _Interception(TorchFunctionMode):
         return out
 
     def _track(self, op: str, tensors: list[Tensor], out: Any) -> None:
-        """Note what the results of an op are computed from, and a matmul that is left to torch."""
+        """Note what the results of an op are computed from, and a matmul that is left to torch.
+
+        `_sources` has the name of a parameter for each tensor that is computed from it, and "" for
+        a constant. A tensor that depends on the input is not in it.
+        """
         operands = tensors
         # Picks experts by token: the result is made of parameters, wherever the indices come from.
         if op in ("getitem", "index_select") and tensors[0].dim() > 2:

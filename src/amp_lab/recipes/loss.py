@@ -45,6 +45,7 @@ def loss_of(output: Any) -> OutputLoss | None:
 
     Returns None if no tensor in the output has a gradient.
     """
+    # The parts of the output, by the keys that lead to them: output[key], or output itself.
     parts: dict[tuple, Any] = {(): output}
     if isinstance(output, Mapping):
         parts = {(key,): part for key, part in output.items()}

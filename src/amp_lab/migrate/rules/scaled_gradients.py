@@ -293,20 +293,23 @@ def _may_unscale_by_hand(scaler: str, text: str) -> bool:
 
 
 def _stepped_in_passes(code: CodeReader) -> Mistakes:
-    """Yield the first pass on scaled gradients of each optimizer such as SAM in each function."""
+    """Yield calls such as ``optimizer.first_step()`` of SAM that get scaled gradients.
+
+    For each optimizer in each function, only the first call is reported.
+    """
     reported = set()
     for event in code.by_kind["call"]:
         func = event.node.func
         if not isinstance(func, cst.Attribute) or func.attr.value not in _TWO_PASS_METHODS:
             continue
         optimizer = code.key(func.value)
-        scaled = code.scaled_before(event)
+        scaled = code.scaled_before(event)  # the backward of a scaled loss
         if scaled is None or (event.unit, optimizer) in reported:
             continue
         text = _text_between(code, scaled, event)
         is_unscaled = "unscale" in text
-        if is_unscaled and _ASKS_FOR_FINITE.search(text):  # it may skip an overflow by hand
-            continue
+        if is_unscaled and _ASKS_FOR_FINITE.search(text):
+            continue  # the code may skip an overflow by hand
         if _may_unscale_by_hand(scaled.owner, text) or _may_unscale_between(code, scaled, event):
             continue
         reported.add((event.unit, optimizer))

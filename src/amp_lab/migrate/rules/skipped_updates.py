@@ -90,6 +90,7 @@ def path_without_update(code: CodeReader) -> Mistakes:
         path = next(_paths(code, event), None)
         if path is None or code.scaler_escapes(last_part(event.owner)):
             continue
+        # The first method that a batch calls after its backward, and the last one on the path.
         first_method = "unscale_" if event.kind == "unscale" else "step"
         last_method = "step" if path.is_stepped else first_method
         advice = _PATH_WITHOUT_UPDATE.sentence(

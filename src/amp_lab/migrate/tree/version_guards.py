@@ -378,13 +378,13 @@ def _is_lookup(tree: Tree, call: cst.Call) -> bool:
         return bool(re.match(r"torch\..*amp", first or ""))  # find_spec("torch.cuda.amp")
     if name not in ("hasattr", "getattr", "signature", "getfullargspec", "dir", "vars"):
         return False
-    # hasattr(torch.amp, "GradScaler"), signature(torch.amp.autocast), dir(torch.amp)
     use = tree.use_by_node.get(call.args[0].value)
     origins = set() if use is None else use.origins
-    asked = [origin for origin in origins if origin and origin.startswith("torch")]
-    if asked and rest and rest[0] and name in ("hasattr", "getattr"):
-        asked = [rest[0]]
-    return any(map(_AMP_NAME.search, asked))
+    torch_names = [origin for origin in origins if origin and origin.startswith("torch")]
+    if torch_names and rest and rest[0] and name in ("hasattr", "getattr"):
+        return bool(_AMP_NAME.search(rest[0]))  # hasattr(torch.amp, "GradScaler")
+    # signature(torch.amp.autocast), dir(torch.amp)
+    return any(_AMP_NAME.search(torch_name) for torch_name in torch_names)
 
 
 @cached_in_tree

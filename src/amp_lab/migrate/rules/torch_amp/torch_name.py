@@ -97,15 +97,19 @@ class TorchName:
         }
 
     def allow_import(self, scope: Scope, statement: cst.CSTNode) -> None:
-        """Allow `at` to rely on an ``import torch`` before a statement, if that name is free there.
+        """Note that ``import torch`` may be added before a statement, for `at` to rely on.
 
-        The name is free if it has no other meaning in the scope, in outer scopes or in inner ones.
+        It may not be added if ``torch`` means something else in the scope, in a scope around it or
+        in one inside it.
         """
         if "torch" in self._deleted_names:
             return
         for other in self.tree.scopes:
-            is_related = scope in other.enclosing_scopes() or other in scope.enclosing_scopes()
+            is_inside = scope in other.enclosing_scopes()
+            is_around = other in scope.enclosing_scopes()
+            if not is_inside and not is_around:
+                continue
             bindings = other.bindings.get("torch", ())
-            if is_related and any(binding.origin != "torch" for binding in bindings):
+            if any(binding.origin != "torch" for binding in bindings):
                 return
         self.import_before.setdefault(scope, statement)
