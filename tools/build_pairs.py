@@ -20,6 +20,7 @@ import re
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from itertools import zip_longest
 from pathlib import Path
@@ -352,12 +353,15 @@ def write_pair(notebook: nbformat.NotebookNode, source: Path) -> None:
     """Write the `.ipynb` of `source`; running again changes nothing but what the cells print."""
     # No Python version of this machine, and no header of jupytext's.
     notebook.metadata = {"kernelspec": notebook.metadata["kernelspec"]}
-    seen: dict[str, int] = {}
+    counts: Counter[str] = Counter()  # of cells with this digest so far
     for cell in notebook.cells:
         # An id that follows from the cell's text, where jupytext draws a random one.
-        digest = hashlib.sha256(f"{cell.cell_type}\n{cell.source}".encode()).hexdigest()[:8]
-        seen[digest] = seen.get(digest, 0) + 1
-        cell.id = digest if seen[digest] == 1 else f"{digest}-{seen[digest]}"
+        content = f"{cell.cell_type}\n{cell.source}"
+        digest = hashlib.sha256(content.encode()).hexdigest()[:8]
+        counts[digest] += 1
+        cell.id = digest
+        if counts[digest] > 1:  # another cell has the same text
+            cell.id = f"{digest}-{counts[digest]}"
     for data in _figure_outputs(notebook):
         png = _few_colours(base64.b64decode(data["image/png"]))
         data["image/png"] = base64.b64encode(png).decode()

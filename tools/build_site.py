@@ -125,6 +125,7 @@ class _Stage:
             _write(self.sources / to, self.with_links(page, text))
 
     def _add_notebook(self, page: str, notebook: dict[str, Any]) -> None:
+        """Add a notebook, with its links fitted, its playground, and links to run it at the top."""
         for cell in notebook["cells"]:
             if cell["cell_type"] == "markdown":
                 text = "".join(cell["source"])
@@ -135,7 +136,8 @@ class _Stage:
         if name is not None:
             self._insert(page, notebook, name)
         first = notebook["cells"][0]
-        links = links_to_run(edition.colab_address(self.repository, Path(page).name))
+        colab = edition.colab_address(self.repository, Path(page).name)
+        links = links_to_run(colab)
         first["source"] = TITLE.sub(
             lambda title: f"{title[0]}\n\n{links}", first["source"], count=1
         )

@@ -255,8 +255,9 @@ def affine(
     """
     cos = scale * angle.cos()
     sin = scale * angle.sin()
-    rows = torch.stack([flip * cos, -sin, x, flip * sin, cos, y], dim=1)
-    return rows.view(-1, 2, 3)
+    first_row = torch.stack([flip * cos, -sin, x], dim=1)  # (B, 3)
+    second_row = torch.stack([flip * sin, cos, y], dim=1)
+    return torch.stack([first_row, second_row], dim=1)
 
 
 def photographs(

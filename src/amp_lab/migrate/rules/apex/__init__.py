@@ -210,10 +210,12 @@ class _ApexNames:
         # Apex's function needs an argument; with * or **, the arguments are not known.
         if not call.args or any(arg.star for arg in call.args):
             return False
+        # torch's name takes these keywords, and so many positional arguments, with one meaning.
         keywords = nodes.arguments(call.args).keys()
         if not keywords <= set(equal.keywords.split()):
             return False
-        return len(call.args) - len(keywords) <= equal.positional
+        positional_count = len(call.args) - len(keywords)
+        return positional_count <= equal.positional
 
     def _rewrite_to(self, use: Use, old: str, name: str) -> None:
         """Write `name`, which is torch's equal of `old` at this place, and its arguments."""
