@@ -71,9 +71,9 @@ class LayerErrors:
         for operand, values in zip(_OPERANDS[which], (left, right), strict=True):
             self.peaks[operand] = max(self.peaks.get(operand, 0.0), peak_of(values))
         for form in self.forms:
-            by_operand = self.counts.setdefault(form.name, {})
-            counts = [by_operand.setdefault(operand, Counts()) for operand in _OPERANDS[which]]
-            # Also adds to the counts.
+            # The counts of both operands in this format, to which the matmul adds its own.
+            counts_of_form = self.counts.setdefault(form.name, {})
+            counts = [counts_of_form.setdefault(operand, Counts()) for operand in _OPERANDS[which]]
             rounded = self.use.formats(form).matmul(which, left, right, counts)
             self.noise[form.name, which] += squares(rounded - exact)
 

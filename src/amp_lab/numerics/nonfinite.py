@@ -360,9 +360,12 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
         `nonfinite` are the results that are not finite. Those of an in-place op are inputs, too.
         """
         origins = []
+        # The inputs that the op has written into: whether they were finite before is known only if
+        # they have an origin.
         if call.name not in ("copy_", "fill_"):  # these overwrite all of their first argument
             overwritten = [tensor for tensor in nonfinite if among(tensor, call.args)]
             origins = [self._origins.get(tensor) for tensor in overwritten]
+        # All other inputs.
         written = nonfinite + call.statistics_written
         for tensor in tensors_in((call.args, call.kwargs)):
             if not among(tensor, written) and not is_finite(tensor):

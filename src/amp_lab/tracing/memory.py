@@ -259,7 +259,8 @@ def _curves(
     # A quarter beyond the largest batch, so that the figure shows where the curves cross the limit.
     beyond_largest = [5 * batch // 4 for batch in results.largest.values()]
     end = max([2 * user_batch, 16, *beyond_largest])
-    batches = sorted({1, *(end * i // 16 for i in range(1, 17))})  # sixteenths of `end`, and 1
+    sixteenths = [end * i // 16 for i in range(1, 17)]
+    batches = sorted({1, *sixteenths})
     curves = {}
     for precision, by_batch in results.by_batch.items():
         peaks = tuple(by_batch.forecast(batch).peak for batch in batches)

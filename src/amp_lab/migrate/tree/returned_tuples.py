@@ -66,7 +66,8 @@ def _stays_in_file(
     """
     parent = code.tree.parents[node]
     if isinstance(parent, cst.Subscript) and parent.value is node:
-        return _number_in(parent) not in (None, index)  # another element
+        # outputs[0]: in this file if it is another element than the scaler.
+        return _number_in(parent) not in (None, index)
     new_holders = []
     if isinstance(parent, cst.Arg):
         new_holders = _parameters_for(code, parent)
