@@ -4,6 +4,7 @@ import os
 import platform
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import torch
@@ -65,6 +66,16 @@ def memory_bytes(device: torch.device) -> int | None:
     if allowed == "max":
         return total
     return min(total, int(allowed))
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Peak memory in bytes: of tensors on an accelerator that counts it, else of this process."""
+    if backend(device).keeps_peak:
+        return torch.accelerator.max_memory_allocated(device)
+    import resource  # not on Windows
+
+    unit = 1 if sys.platform == "darwin" else 1024  # macOS counts in bytes, others in KiB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def free_bytes() -> int | None:

@@ -4,7 +4,6 @@ import math
 import os
 import random
 import signal
-import sys
 import warnings
 from collections.abc import Callable, Collection
 from contextlib import ExitStack
@@ -18,6 +17,7 @@ from torch import nn
 from amp_lab.core.backends import backend
 from amp_lab.core.cpu import onednn_has_fp16
 from amp_lab.core.device import describe_device, pick_device
+from amp_lab.core.device_facts import peak_bytes
 from amp_lab.core.errors import AmpLabWarning, RunError
 from amp_lab.core.precision import Precision
 from amp_lab.core.report import plural
@@ -327,7 +327,7 @@ class Run:
         if len(self.progress.epochs) < self.config.epochs:
             self._say(f"Stopped in {self._position()}, and saved. Continue with --resume.")
             return signal.Signals(self._stopped_by)
-        peak = max(self.ranks.gather(_peak_memory(self.ranks.device)))
+        peak = max(self.ranks.gather(peak_bytes(self.ranks.device)))
         self.ranks.first(lambda: self._summarise(peak))
         return None
 
@@ -496,13 +496,3 @@ def _warn_of_slow_fp16(device: torch.device) -> None:
         AmpLabWarning,
         stacklevel=4,
     )
-
-
-def _peak_memory(device: torch.device) -> int:
-    """Peak memory in bytes: of tensors on an accelerator that counts it, else of this process."""
-    if backend(device).keeps_peak:
-        return torch.accelerator.max_memory_allocated(device)
-    import resource  # not on Windows
-
-    unit = 1 if sys.platform == "darwin" else 1024  # macOS counts in bytes, others in KiB
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
