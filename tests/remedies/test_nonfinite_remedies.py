@@ -248,6 +248,120 @@ def test_weights_that_a_step_broke():
         broken_by_a_step(clipped)
 
 
+def adam_step(parameters: Any, loss: Callable, adam: type = torch.optim.Adam, **options) -> None:
+    optimizer = adam(parameters, **options)
+    loss().backward()
+    optimizer.step()
+
+
+HALF = torch.float16
+WITH_EPS = ["Adam", "AdamW", "NAdam", "RMSprop", "Adagrad"]
+
+
+@does("nonfinite.step.eps")
+@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize("name", WITH_EPS)
+def test_an_optimizer_whose_eps_is_zero_in_fp16(name, foreach):
+    adam = getattr(torch.optim, name)
+
+    def over_a_step(parameter: nn.Parameter, **options: Any) -> find_nonfinite:
+        model = linear().requires_grad_(False).half()
+        with find_nonfinite(model, **options) as finder:
+            adam_step([parameter], lambda: model(parameter.to(HALF)).mean() * 1e-4, adam,
+                      foreach=foreach)  # fmt: skip
+        return finder
+
+    prompt = torch.ones(1, 3, dtype=HALF)
+    advice = only(over_a_step(prompt.clone().requires_grad_()).report, "step.eps")
+    assert "AMP0121" in advice
+    assert "frozen weights may stay in fp16" in advice
+    assert "tensor.float().requires_grad_()" in advice
+    healthy = prompt.clone().float().requires_grad_()
+    assert over_a_step(healthy).report is None
+    assert healthy.isfinite().all()
+    with pytest.raises(NumericsError, match="the optimizer's step by"):
+        over_a_step(prompt.clone().requires_grad_(), raise_on_first=True)
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+def test_a_parameter_of_the_model_that_a_step_breaks_is_named(foreach):
+    model = nn.Sequential(linear(), nn.Linear(2, 1)).half()
+    x = torch.ones(1, 3, dtype=HALF)
+    with find_nonfinite(model) as finder:
+        adam_step(model.parameters(), lambda: model(x).mean() * 1e-4, foreach=foreach)
+    assert finder.report.name == "0.weight"
+    assert finder.report.place == "Adam.step: parameter '0.weight'"
+
+
+def test_a_parameter_of_one_element_that_adam_breaks_is_not_blamed_on_a_division():
+    model = Apply(lambda x: x.mean() * 1e-4, HALF)
+    with find_nonfinite(model) as finder:
+        adam_step(model.parameters(), lambda: model(torch.ones(2, dtype=HALF)))
+    only(finder.report, "step.eps")
+
+
+@does("nonfinite.half_parameter")
+def test_weights_in_fp16_that_adam_broke_in_the_step_before():
+    def step_of(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+        x = torch.ones(1, 3, dtype=dtype)
+        adam_step(model.parameters(), lambda: model(x).mean() * 1e-4)
+        return model
+
+    broken = step_of(linear(HALF), HALF)
+    advice = only(find(broken, torch.ones(1, 3, dtype=HALF)), "half_parameter")
+    assert "model.float() before you create the optimizer" in advice
+    assert "all gradients are finite" in advice
+    assert healed(step_of(linear(HALF).float(), torch.float32), torch.ones(1, 3))
+
+
+@does("nonfinite.step")
+def test_a_learning_rate_that_is_too_high():
+    def over_a_step(lr: float) -> find_nonfinite:
+        model = linear()
+        with find_nonfinite(model) as finder:
+            loss = lambda: model(torch.ones(1, 3)).mean() * 1e10  # noqa: E731
+            adam_step(model.parameters(), loss, torch.optim.SGD, lr=lr)
+        return finder
+
+    assert "lower the learning rate" in only(over_a_step(1e30).report, "step")
+    assert over_a_step(0.1).report is None
+
+
+def test_the_loss_in_a_closure_of_an_optimizer_is_still_watched():
+    model = Apply(lambda x: x.log().mean())
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=1)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(torch.ones(2)) - math.inf * 0 * model(torch.ones(2))
+        loss.backward()
+        return loss
+
+    with find_nonfinite(model) as finder:
+        optimizer.step(closure)
+    assert finder.report is not None
+    assert finder.report.phase == "forward"
+
+
+@does("nonfinite.trained_input")
+def test_a_trained_input_that_a_step_broke():
+    prompt = torch.full((1, 3), math.nan, requires_grad=True)
+    advice = only(find(linear(), prompt), "trained_input")
+    assert "run find_nonfinite over the step before" in advice
+    assert "If no optimizer trains it, check the data" in advice
+    only(find(linear(), prompt * 2), "input")  # not a leaf
+    assert healed(linear(), torch.ones(1, 3, requires_grad=True))
+
+
+def test_a_gradient_that_is_left_outside_the_model():
+    outside = torch.ones(1, 3, requires_grad=True)
+    for left in (math.nan, math.inf):
+        outside.grad = torch.full((1, 3), left)
+        assert "zero_grad()" in only(find(linear(), outside * 2), "gradient")
+    outside.grad = None
+    assert healed(linear(), outside * 2)
+
+
 @does("nonfinite.buffer")
 def test_a_buffer_that_is_written_anew():
     model = linear()

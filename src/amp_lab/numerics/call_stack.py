@@ -52,3 +52,8 @@ def is_in_scaler(*methods: str) -> bool:
         if is_method and isinstance(frame.f_locals.get("self"), torch.amp.GradScaler):
             return True
     return False
+
+
+def in_backward() -> bool:
+    """Whether a backward pass runs now in this thread."""
+    return torch._C._current_graph_task_id() != -1

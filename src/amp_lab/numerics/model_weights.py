@@ -1,6 +1,7 @@
 """The tensors of a model, the dtypes of its weights, and the weights that FSDP2 gathers."""
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,22 @@ def state_of(model: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:
             yield "gradient", name, parameter.grad
+
+
+def own_state_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The parameters and running statistics of a module, without those of the modules inside."""
+    for name, tensor in (module._parameters | module._buffers).items():
+        is_statistic = name in module._buffers and name.startswith("running_")
+        if tensor is not None and (name in module._parameters or is_statistic):
+            yield name, tensor
+
+
+def accumulated_into(node: Any, args: tuple) -> Tensor | None:
+    """The `.grad` that autograd adds a gradient to, if the op of a backward node does this."""
+    if node is None or not node.name().endswith("AccumulateGrad") or len(args) < 2:
+        return None
+    gradient = node.variable.grad
+    return gradient if gradient is args[0] else None
 
 
 def weights_dtype(model: nn.Module, name: str | None) -> torch.dtype | None:

@@ -7,15 +7,21 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from amp_lab.core.errors import NumericsError
 from amp_lab.core.tensors import storage_key, tensors_in
 from amp_lab.numerics.call_sites import CallSites
-from amp_lab.numerics.call_stack import applied_loss_scale, is_in_scaler, user_line
+from amp_lab.numerics.call_stack import applied_loss_scale, in_backward, user_line
 from amp_lab.numerics.error_notes import add_note
+from amp_lab.numerics.lost_eps import LostEps
 from amp_lab.numerics.model_weights import (
+    accumulated_into,
+    own_state_of,
     state_of,
     trains_fp16_weights,
     watch_gathered,
@@ -27,11 +33,10 @@ from amp_lab.numerics.op_constants import (
     divisor,
     exponent,
     infinite_at_zero,
-    keeps_zero,
-    lost_eps,
 )
+from amp_lab.numerics.optimizer_step import StepWatch, bypasses_scaler
 from amp_lab.numerics.storage_notes import StorageNotes
-from amp_lab.numerics.stored_parts import is_sharded, parts_of
+from amp_lab.numerics.stored_parts import is_sharded
 from amp_lab.numerics.tensor_summary import TensorSummary, is_finite, summarise
 from amp_lab.numerics.watched_ops import REDUCTIONS, Call, Site, among, argument_summaries, outputs
 
@@ -44,9 +49,10 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
     output of the model, or a single number outside the model, such as the loss. A mask of -inf is
     therefore not reported. If there is no such inf or NaN, it reports an inf in a divisor, or an
     inf in a tensor that still existed when an error ended the block. It reports an inf or NaN in a
-    parameter or running statistic when the module is called.
+    parameter or running statistic when the module is called. After the step of an optimizer, it
+    reports a parameter, in the model or outside, that this step made inf or NaN.
 
-    Compiled functions, optimizers that work on lists of tensors, and other threads are not watched.
+    Compiled functions and other threads are not watched.
     With FSDP2, each rank watches only its shards. The host waits for each op, so use the block for
     one step only.
 
@@ -87,10 +93,10 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
         self._all_origins: list[NonfiniteReport] = []  # in the order in which they were found
         self._watched: set[str] = set()  # names of parameters whose gradients are watched
         self._loss_scale: float | None = None  # what a scaler multiplied the loss by
-        # By storage: an eps that was added to the tensor and is 0 in its dtype.
-        self._lost_eps = StorageNotes[float]()
+        self._lost_eps = LostEps()
         self._divided_away: NonfiniteReport | None = None  # an inf that something was divided by
         self._bypassed = False  # whether an optimizer stepped without the scaler
+        self._steps = StepWatch()
         self._watching = False  # whether ops are looked at now
 
     def __enter__(self) -> "find_nonfinite":
@@ -127,6 +133,8 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
         self._watch_parameters()
         before_step = register_optimizer_step_pre_hook(self._before_step)
         self._installed.callback(before_step.remove)
+        after_step = register_optimizer_step_post_hook(self._after_step)
+        self._installed.callback(after_step.remove)
         for parameter in self._model.parameters():
             if parameter.grad is not None and not is_finite(parameter.grad):
                 self._origin_of(parameter.grad)
@@ -158,20 +166,27 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
             self._reset()  # the object may outlive its block, and must not keep modules alive
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """A hook before an optimizer's step: note if it bypasses the scaler, on a scaled loss."""
-        if self._loss_scale is None or is_in_scaler("step", "_maybe_opt_step"):
+        """A hook before an optimizer's step: note its state, and if it bypasses the scaler."""
+        if self._watching:
+            with self._unwatched():
+                self._steps.start(optimizer)
+        if self._loss_scale is not None and bypasses_scaler(optimizer, self._model):
+            self._bypassed = True
+            if self.report is not None:
+                self.report = dataclasses.replace(self.report, bypassed=True)
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """A hook after an optimizer's step: report the first parameter that the step broke."""
+        if not self._watching:
             return
-        of_model = {id(parameter) for parameter in self._model.parameters()}
-        optimized = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        if of_model.isdisjoint(optimized):  # an optimizer of another model
-            return
-        self._bypassed = True
-        if self.report is not None:
-            self.report = dataclasses.replace(self.report, bypassed=True)
+        with self._unwatched():
+            fields = self._steps.end(optimizer, self._model)
+            if fields is not None:
+                self._end_with(self._new_origin(Site(), **fields), "the weights after the step")
 
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         """A hook before a module: note its call, and check its parameters and the inputs."""
-        is_recomputed = _in_backward()  # activation checkpointing calls modules once more
+        is_recomputed = in_backward()  # activation checkpointing calls modules once more
         is_outermost = not self._sites.in_module and not is_recomputed
         if is_outermost:
             self._loss_scale = None
@@ -185,7 +200,7 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
     def _leave(self, module: nn.Module, args: tuple, output: object) -> None:
         """A hook after a module: note its end, and check the output of the outermost one."""
         self._sites.leave(module)
-        if not self._sites.in_module and not _in_backward():
+        if not self._sites.in_module and not in_backward():
             self._watch_parameters()  # lazy parameters exist after the first call
             for tensor in tensors_in(output):
                 self._check(tensor, "the output of the model", allow_masks=True)
@@ -218,18 +233,17 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
                 if tensor.requires_grad and tensor.is_leaf:
                     self._watch_gradient(tensor, name)
                 if not is_finite(tensor) and self._origins.get(tensor) is None:
-                    self._note_earlier(tensor, "input", name, site)
+                    is_trained = tensor.requires_grad and tensor.is_leaf
+                    kind = "trained input" if is_trained else "input"
+                    self._note_earlier(tensor, kind, name, site)
 
     def _check_state(self, module: nn.Module, site: Site) -> None:
         """Report the first parameter or running statistic of a module that is not finite.
 
         Those of the modules inside it are checked when they are called.
         """
-        statistics = {
-            name: buffer for name, buffer in module._buffers.items() if name.startswith("running_")
-        }
-        for name, tensor in (module._parameters | statistics).items():
-            if tensor is None or is_finite(tensor):
+        for name, tensor in own_state_of(module):
+            if is_finite(tensor):
                 continue
             # An op of this block may have written it, as into a batch norm's running mean.
             origin = self._origins.get(tensor)
@@ -252,10 +266,22 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
         self._installed.callback(hook.remove)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if self._watching:
+            self._note_left_gradient(args)
         out = func(*args, **(kwargs or {}))
         if self._watching and func is not _DETACH:
             self._check_op(func, args, kwargs or {}, out)
         return out
+
+    def _note_left_gradient(self, args: tuple) -> None:
+        """Note a gradient that was not finite before autograd adds the next gradient to it.
+
+        It may belong to a tensor outside the model.
+        """
+        gradient = accumulated_into(torch._C._current_autograd_node(), args)
+        if gradient is None or self._origins.get(gradient) is not None or is_finite(gradient):
+            return
+        self._note_earlier(gradient, "gradient", "a tensor outside the model", Site())
 
     def _check_op(self, func: Any, args: tuple, kwargs: dict[str, Any], out: object) -> None:
         """Look at the results of an op; called for every op, below autograd and autocast."""
@@ -274,7 +300,7 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
         elif self._origins:
             self._note_division(call)
             self._forget(results)
-        self._follow_eps(call, results)
+        self._lost_eps.follow(call, results)
 
     def _note_division(self, call: Call) -> None:
         """Note the first division by an inf that an op made: its result, 0, hides the inf."""
@@ -290,27 +316,6 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
         is_overwritten = tensor is call.args[0] and call.name.endswith("_")
         if is_overwritten or not is_finite(tensor):
             self._divided_away = origin
-
-    def _follow_eps(self, call: Call, results: list[Tensor]) -> None:
-        """Note the results that were meant to be above 0 by an eps that is 0 in their dtype.
-
-        These are results of an op that adds or clamps to such an eps, and of ops, such as a root,
-        that keep the zeros of such a result.
-        """
-        for tensor in results:
-            eps = lost_eps(call, tensor.dtype)
-            if eps is None and self._lost_eps and keeps_zero(call):
-                eps = self._lost_eps_of(tensors_in((call.args, call.kwargs)))
-            if eps is not None:
-                self._lost_eps.put(tensor, eps)
-
-    def _lost_eps_of(self, tensors: list[Tensor]) -> float | None:
-        """The noted eps of the first of these tensors that has one and contains a zero; or None."""
-        for tensor in tensors:
-            eps = self._lost_eps.get(tensor)
-            if eps is not None and not all(part.all() for part in parts_of(tensor)):
-                return eps
-        return None
 
     def _handle_nonfinite(self, call: Call, nonfinite: list[Tensor]) -> None:
         """Find and note the origin of the inf or NaN in an op's results; report it if it matters.
@@ -347,7 +352,12 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
                 self._end_with(origin, "a gradient that was accumulated")
             return
         is_outside = call.site.module is None
-        if not is_outside or all(tensor.numel() != 1 for tensor in nonfinite):
+        # `_after_step` reports what the ops of an optimizer break.
+        if (
+            not is_outside
+            or self._steps.is_in_step
+            or all(tensor.numel() != 1 for tensor in nonfinite)
+        ):
             return
         # A constant such as a mask matters once it is averaged.
         is_averaged = is_passed_on and call.name.startswith(REDUCTIONS)
@@ -409,7 +419,7 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
             name="output",
             constant=constant_beyond(call, first_summary.dtype),
             exponent=exponent(call),
-            eps=self._lost_eps_of(infinite_at_zero(call)),
+            eps=self._lost_eps.of(infinite_at_zero(call)),
             **fields,
         )
 
@@ -488,11 +498,6 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
                 yield
         finally:
             self._watching = was_watching and self.report is None
-
-
-def _in_backward() -> bool:
-    """Whether a backward pass runs now in this thread."""
-    return torch._C._current_graph_task_id() != -1
 
 
 # A third of all calls. It computes nothing and has no node, so it is not looked at.

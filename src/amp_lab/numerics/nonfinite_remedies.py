@@ -37,6 +37,14 @@ _BEFORE = {
         "bf16 and fp32, call clip_grad_norm_(parameters, max_norm, error_if_nonfinite=True), "
         "which raises before the step.",
     ),
+    "trained input": nonfinite_remedy(
+        "trained_input",
+        "the model was given a leaf tensor with requires_grad that is inf or NaN",
+        "This input is a leaf that requires a gradient, such as a soft prompt, and was inf or NaN "
+        "before its first use. If an optimizer trains it, run find_nonfinite over the step before: "
+        "a report on the optimizer's step names the cause. If no optimizer trains it, check the "
+        "data.",
+    ),
     "buffer": nonfinite_remedy(
         "buffer",
         "a buffer was inf or NaN when it was first used",
@@ -70,6 +78,34 @@ _BEFORE = {
         "the block, and memory from torch.empty that was never written.",
     ),
 }
+
+_HALF_PARAMETER = nonfinite_remedy(
+    "half_parameter",
+    "a weight in fp16 was inf or NaN when it was first used",
+    "The weights are fp16, and were inf or NaN before their first use. If Adam or another "
+    "optimizer with an eps trains them, the step before divided by 0: the square of a small "
+    "gradient and the eps of 1e-8 are both 0 in fp16, also if all gradients are finite. Go back to "
+    "weights that are finite, keep them in fp32 (model.float() before you create the optimizer), "
+    "and let autocast cast them",
+    failure="AMP0121",
+)
+_STEP_EPS = nonfinite_remedy(
+    "step.eps",
+    "an optimizer with an eps, such as Adam, made a parameter in fp16 inf or NaN",
+    "{op} divided by 0: it works in fp16, where the square of a small gradient and the eps of "
+    "{eps:g} are both 0. Go back to weights that are finite, and keep what you train in fp32: "
+    "model.float(), or tensor.float().requires_grad_() for a single tensor, before you create the "
+    "optimizer. Let autocast cast it; frozen weights may stay in fp16. Do not raise the eps: then "
+    "weights with small gradients hardly change",
+    failure="AMP0121",
+)
+_STEP = nonfinite_remedy(
+    "step",
+    "an optimizer's step made inf or NaN of a finite gradient",
+    "The gradient was finite, and the optimizer's step made the weights inf or NaN: the learning "
+    "rate is too high, or the optimizer's state has an inf or NaN from an earlier step. Go back to "
+    "the last good checkpoint of weights and optimizer, and lower the learning rate.",
+)
 
 # Remedies that do not depend on the op.
 _MASKED_SOFTMAX = nonfinite_remedy(
@@ -218,6 +254,8 @@ def _remedies_for_cause(report: NonfiniteReport) -> list[Remedy]:
     """What to do about the inf or NaN itself, the most important first."""
     if report.phase == "before":
         return [_remedy_before_ops(report)]
+    if report.phase == "step":
+        return [_STEP if report.eps is None else _STEP_EPS]
     # A mask, an empty input or a lost eps is the cause, in whatever op and pass it shows.
     if report.placed_by:
         return [_remedy_for_mask(report)]
@@ -234,6 +272,8 @@ def _remedy_before_ops(report: NonfiniteReport) -> Remedy:
     """What to do about a tensor that was not finite before any op."""
     if report.tensor == "buffer" and "running_" in report.name:
         return _BEFORE["statistics"]
+    if report.tensor == "parameter" and report.value.dtype is torch.float16:
+        return _HALF_PARAMETER
     return _BEFORE[report.tensor]
 
 

@@ -18,14 +18,15 @@ from amp_lab.numerics.tensor_summary import TensorSummary
 class NonfiniteReport:
     """The origin of the first inf or NaN that matters. Print the report to read it."""
 
-    phase: str  # ``forward``, ``backward``, or ``before`` (not finite before the first use)
+    phase: str
+    """``forward``, ``backward``, ``step`` (of an optimizer), or ``before`` (the first use)."""
     module: str | None
     """Qualified name of the module, "" for the model itself; None outside the model."""
     module_type: str | None  # the name of its class
     call: int  # number of the module's call, from 1 in each forward pass; 0 outside of modules
     op: str | None = None  # such as ``log``, or ``LogBackward0``; None if phase is ``before``
     kernel: str | None = None  # op that the backward node ran; in forward, the same as `op`
-    tensor: str  # ``output``, ``gradient``, ``parameter``, ``buffer``, ``input`` or ``constant``
+    tensor: str  # ``output``, ``gradient``, ``parameter``, ``buffer``, ``constant``, an input
     name: str  # qualified name of a parameter or buffer; else a description
     value: TensorSummary  # the tensor that is not finite
     inputs: tuple[TensorSummary, ...] = ()  # inputs of the op that were not overwritten
@@ -85,11 +86,14 @@ class NonfiniteReport:
         """The op and the module, or the tensor: ``log: 'head' (Head)``, ``input 'argument 0'``."""
         if self.phase == "before":
             return f"{self.tensor} {self.name!r}"
+        if self.phase == "step":
+            return f"{self.op}: {self.tensor} {self.name!r}"
         return f"{self.op}: {self.where}"
 
     def __str__(self) -> str:
         kinds = " and ".join(sorted(self.value.kinds, reverse=True))
-        head = f"{kinds} made in {self.phase} by {self.place}"
+        part = "the optimizer's step" if self.phase == "step" else self.phase
+        head = f"{kinds} made in {part} by {self.place}"
         if self.phase == "before":
             head = f"{kinds} in {self.place}, before any op: {self.where}"
         rows = [(label, text) for label, text in self._rows() if text]
