@@ -172,7 +172,7 @@ assert layer.weight.grad.dtype is torch.float32
 #
 # `unscale_` divides the gradients by the scale, in place, and records whether any of them is infinite or
 # NaN. You need this line if your loop clips or logs gradients, because without it they are 4096 times
-# too large. Otherwise you can leave it out: `step` then unscales the gradients itself.
+# too large. Otherwise you can leave this line out: `step` then unscales the gradients itself.
 
 # %%
 scaler.unscale_(optimizer)  # AMP: optional

@@ -453,7 +453,7 @@ else:
 #
 # ## Summary
 #
-# - Autograd saves no activations of a frozen backbone, which here saves far more memory than AMP. In
+# - Autograd saves no activations of a frozen backbone. Here this saves far more memory than AMP. In
 #   training mode, the running averages still change.
 # - AMP halves most activations. Weights, optimizer state and images stay fp32.
 # - A dispatch mode under `FakeTensorMode` counts the memory of a step that does not fit into your machine.
@@ -501,8 +501,9 @@ exercises.check_map_size(map_mib)
 #
 # ### 2. The largest batch for another GPU
 #
-# By the counts above, a step with AMP takes 96 MiB, plus 5.55 MiB for each image. Of a GPU with 8 GiB we
-# leave 1 GiB free for what we do not count. What is the largest batch that fits and is a multiple of 32?
+# By the counts above, a step with AMP takes 96 MiB, plus 5.55 MiB for each image. We leave 1 GiB of an 8
+# GiB GPU free for memory that we do not count. What is the largest batch that fits and is a multiple of
+# 32?
 
 # %%
 largest = ...

@@ -68,7 +68,7 @@ assert failure.code == "AMP0018"
 #    at [the scaler](08c_scaler.ipynb).
 # 4. **Does the failure disappear in bf16?** Then the range of fp16 is the likely cause: look at
 #    [values](08a_values.ipynb).
-# 5. **Does the loss scale stay above 1, with a skipped step now and then?** If it only falls, [check the
+# 5. **Does the loss scale stay above 1, with a skipped step now and then?** If the scale only falls, [check the
 #    loss](08b_learning.ipynb#The-loss-scale-falls-towards-0).
 #
 # ## All failures
@@ -131,7 +131,7 @@ assert failure.code == "AMP0018"
 # | [8-bit Adam gives NaN or trains worse](16_low_precision_state.ipynb#State-in-fewer-bits) `AMP0128` | 8-bit Adam gives NaN after a few steps, 32-bit Adam does not |
 # | [A diffusion model gets rounded timesteps or a rounded noise schedule](08b_learning.ipynb#Positions-or-counts-are-wrong-beyond-256) `AMP0124` | timestep 999 becomes 1000 in half precision |
 # | [NMS keeps duplicate boxes, or a mask has a row too many, in half precision](08b_learning.ipynb#Positions-or-counts-are-wrong-beyond-256) `AMP0125` | the same box is detected twice: NMS leaves duplicates in fp16 |
-# | [A router (MoE) chooses other experts in bf16](18_inference_and_export.ipynb#Which-decisions-change?) `AMP0126` | MoE tokens go to other experts in bf16 than in fp32 |
+# | [A router (MoE) chooses different experts in bf16](18_inference_and_export.ipynb#Which-decisions-change?) `AMP0126` | MoE tokens go to other experts in bf16 than in fp32 |
 # | [Log-probabilities of the trainer and of vLLM differ](17_language_model.ipynb#The-same-prompt,-another-text) `AMP0127` | vLLM logprobs and the trainer's logprobs do not match in bf16 |
 # | [A KL divergence or a ratio of probabilities is noisy in bf16](09_xray_your_model.ipynb#The-surprise-in-cross-entropy) `AMP0090` | the KL term is not 0 for two equal models in bf16 |
 # | [FP8 with a scale for each row gives NaN with LoRA](15_below_16_bits.ipynb#The-values-that-share-a-scale) `AMP0088` | FP8 with a scale for each row gives NaN with LoRA |
@@ -146,7 +146,7 @@ assert failure.code == "AMP0018"
 # | [A trainer keeps no fp32 master weights for a bf16 model](../docs/trainers.md#which-trainer-keeps-fp32-master-weights) `AMP0269` | where are the fp32 master weights in the Trainer, TRL, torchtune, Lightning or FSDP2 |
 # | [FP8 matmuls lose accuracy with use_fast_accum](15_below_16_bits.ipynb#Sums-in-14-bits) `AMP0280` | the error of an fp8 matmul grows with K |
 # | [An FP8 checkpoint was cast to bf16 without its scales](../docs/quantized.md#how-do-i-convert-an-fp8-checkpoint-to-bf16) `AMP0282` | an fp8 checkpoint converted to bf16 with .to(torch.bfloat16) prints garbage |
-# | [A recurrent or state-space state in 16 bits forgets nothing, or stops](../docs/other_models.md#can-the-state-of-mamba-an-ssm-or-an-rnn-be-in-bf16) `AMP0273` | Mamba or another state-space model is worse or unstable in bf16 |
+# | [A recurrent or state-space state in 16 bits forgets nothing, or stops changing](../docs/other_models.md#can-the-state-of-mamba-an-ssm-or-an-rnn-be-in-bf16) `AMP0273` | Mamba or another state-space model is worse or unstable in bf16 |
 # | [A sampling grid in 16 bits moves pixels](../docs/other_models.md#may-boxes-and-sampling-grids-be-in-bf16) `AMP0277` | grid_sample under autocast gives a blurred or shifted image |
 # | [The temperature of a contrastive loss does not learn in bf16](../docs/other_models.md#what-needs-fp32-in-clip-and-other-contrastive-losses) `AMP0278` | `logit_scale` does not change in bf16 |
 #
@@ -184,11 +184,11 @@ assert failure.code == "AMP0018"
 # | [torch.load refuses a checkpoint with a scaler](08d_loop_and_resume.ipynb#torch.load-refuses-a-checkpoint-with-a-scaler) `AMP0142` | `` Unsupported global: GLOBAL torch.amp.grad_scaler.GradScaler was not an allowed global by default. `` |
 # | [A loop of p = p.float() over the parameters changes nothing](08d_loop_and_resume.ipynb) `AMP0093` | `` p = p.float() `` |
 # | [Memory runs out only when a run is resumed](08d_loop_and_resume.ipynb) `AMP0141` | `` default_restore_location…CUDA out of memory. Tried to allocate `` |
-# | [Accumulated gradients differ from those of one large batch](07_training_recipes.ipynb#Accumulate-gradients) `AMP0143` | gradient accumulation gives another loss, or worse results, than one large batch |
+# | [Accumulated gradients differ from the gradients of one large batch](07_training_recipes.ipynb#Accumulate-gradients) `AMP0143` | gradient accumulation gives another loss, or worse results, than one large batch |
 # | [The gradient norm is inf in a few steps, and training goes on](03_grad_scaler_step_by_step.ipynb#The-scale-over-a-whole-training-run) `AMP0144` | grad_norm is inf in the first steps of training, and nothing else is wrong |
 # | [Names in a checkpoint begin with _orig_mod](08d_loop_and_resume.ipynb) `AMP0145` | `` Unexpected key(s) in state_dict: …_orig_mod. `` |
 # | [A checkpoint is in fp32 and twice as large as expected](18_inference_and_export.ipynb#Ways-to-run-it) `AMP0146` | the checkpoint of a mixed precision run is twice as large as expected |
-# | [Evaluation gives other metrics than during training](18_inference_and_export.ipynb#Ways-to-run-it) `AMP0147` | evaluation without autocast gives another accuracy than with autocast |
+# | [Evaluation after training gives different metrics than during training](18_inference_and_export.ipynb#Ways-to-run-it) `AMP0147` | evaluation without autocast gives another accuracy than with autocast |
 # | [Weights become infinite because the model was cast to fp16 for evaluation or saving](08d_loop_and_resume.ipynb) `AMP0148` | `` Skipping checkpoint save at epoch …: EMA contains NaN/Inf `` |
 # | [The scaler's growth tracker is set before its scale](08d_loop_and_resume.ipynb) `AMP0149` | `` _growth_tracker initialized before _scale `` |
 # | [Clipping an infinite norm turns gradients into NaN](08d_loop_and_resume.ipynb#Clipping-refuses-a-norm-that-is-not-finite) `AMP0212` | in bf16 one bad batch makes all weights NaN although gradients are clipped |
@@ -244,13 +244,13 @@ assert failure.code == "AMP0018"
 # | [MPS aborts because one op gets two dtypes](08e_dtypes.ipynb#A-half-precision-output-leaves-the-block) `AMP0167` | `` error: input types 'tensor<…f16>' and 'tensor<…f32>' are not broadcast compatible `` |
 # | [xFormers has no attention kernel for these inputs](08f_ops_and_devices.ipynb#Attention-finds-no-kernel) `AMP0072` | `` No operator found for `memory_efficient_attention_forward` `` |
 # | [transformers casts hidden states back for flash attention](08f_ops_and_devices.ipynb#Flash-attention-refuses-fp32) `AMP0073` | `` The input hidden states seems to be silently casted in float32 `` |
-# | [transformers warns of the dtype when it loads a model with flash attention](08f_ops_and_devices.ipynb#Flash-attention-refuses-fp32) `AMP0169` | `` You are attempting to use Flash Attention … without specifying a `` |
+# | [transformers warns about the dtype when it loads a model with flash attention](08f_ops_and_devices.ipynb#Flash-attention-refuses-fp32) `AMP0169` | `` You are attempting to use Flash Attention … without specifying a `` |
 # | [Flash attention needs Ampere or newer](08f_ops_and_devices.ipynb#Attention-finds-no-kernel) `AMP0161` | `` FlashAttention only supports Ampere GPUs or newer `` |
 # | [The GPU has no FP8 matmul](15_below_16_bits.ipynb#Which-GPU-supports-which-format) `AMP0163` | `` Rowwise scaling is not currently supported on your device `` |
 # | [An FP8 tensor has no arithmetic](15_below_16_bits.ipynb#Formats-of-a-single-value) `AMP0164` | `` "…" not implemented for 'Float8_…' `` |
 # | [torch or a package was not built for this GPU](19_choose_your_precision.ipynb#Known-problems-of-each-device) `AMP0165` | `` no kernel image is available for execution on the device `` |
 # | [A 16-bit matmul fails inside cuBLAS](08f_ops_and_devices.ipynb#The-GPU-has-no-bf16) `AMP0166` | `` CUBLAS_STATUS_EXECUTION_FAILED when calling …CUDA_R_16 `` |
-# | [A model in fp16 runs on a CPU with an older torch](08f_ops_and_devices.ipynb) `AMP0066` | `` "LayerNormKernelImpl" not implemented for 'half' `` |
+# | [An fp16 model fails on a CPU with an older torch](08f_ops_and_devices.ipynb) `AMP0066` | `` "LayerNormKernelImpl" not implemented for 'half' `` |
 # | [This torch is too old for float8](15_below_16_bits.ipynb#Formats-of-a-single-value) `AMP0198` | `` has no attribute 'float8_…' `` |
 # | [PEFT refuses the installed torchao](../docs/trainers.md#peft-found-an-incompatible-version-of-torchao) `AMP0261` | `` Found an incompatible version of torchao. Found version …, but only versions above … are supported `` |
 # | [An FP8 checkpoint is read in the fnuz format, or mixed with it](../docs/quantized.md#does-an-fp8-checkpoint-work-on-an-mi300-fnuz) `AMP0286` | an FP8 model gives garbage on an MI300, on an H100 it is right |
@@ -274,16 +274,16 @@ assert failure.code == "AMP0018"
 # | [A trainer refuses fp16 or bf16 on this machine](08g_speed_and_memory.ipynb#Autocast-or-the-scaler-is-switched-off) `AMP0067` | `` fp16 mixed precision requires a GPU `` |
 # | [16-bit weights become fp32 when they are loaded](07_training_recipes.ipynb#Load-half-precision-weights) `AMP0092` | a resumed run takes twice the memory, in 16-bit weights |
 # | [A Keras model gives NaN or is no faster under a dtype policy](12_keras.ipynb#When-compile-adds-a-loss-scale) `AMP0101` | `mixed_float16` in Keras gives NaN |
-# | [The first optimizer step is out of memory](16_low_precision_state.ipynb#Bytes-per-parameter) `AMP0172` | `` state["exp_avg"] = torch.zeros_like(…out of memory `` |
+# | [The first optimizer step runs out of memory](16_low_precision_state.ipynb#Bytes-per-parameter) `AMP0172` | `` state["exp_avg"] = torch.zeros_like(…out of memory `` |
 # | [nvidia-smi shows more memory than PyTorch has allocated](../docs/memory_in_practice.md#allocated-reserved-or-nvidia-smi-which-number-is-right) `AMP0174` | nvidia-smi shows more memory than `torch.cuda.memory_allocated()` |
 # | [An FP8 or FP4 matmul refuses its scales, its layout or its dtypes](15_below_16_bits.ipynb#Compare-with-PyTorch's-FP8-matmul) `AMP0175` | `` CUBLAS_STATUS_NOT_SUPPORTED when calling …cublasLtMatmul `` |
 # | [16 bits are slow on this GPU or CPU](19_choose_your_precision.ipynb#Known-problems-of-each-device) `AMP0176` | `` Requested … compute type, but the target device or backend do not support efficient `` |
 # | [Selective checkpointing of a shared weight fails in backward](07_training_recipes.ipynb#Checkpoint-activations) `AMP0158` | `` encountered during backward but not found in storage `` |
 # | [The precision flag of accelerate or DeepSpeed has no effect](19_choose_your_precision.ipynb#What-other-frameworks-call-it) `AMP0178` | `mixed_precision` of accelerate has no effect |
-# | [The logits of a language model are out of memory](17_language_model.ipynb#The-loss-over-a-large-vocabulary) `AMP0179` | `` logits = logits.float()…CUDA out of memory `` |
+# | [The logits of a language model do not fit into memory](17_language_model.ipynb#The-loss-over-a-large-vocabulary) `AMP0179` | `` logits = logits.float()…CUDA out of memory `` |
 # | [A model in 8 or 4 bits is slower than in 16](18_inference_and_export.ipynb) `AMP0204` | load_in_8bit or 4-bit inference is slower than fp16 |
 # | [FP8 training is slower than bf16, or takes more memory](15_below_16_bits.ipynb#Which-GPU-supports-which-format) `AMP0230` | FP8 training is slower than bf16 or fp16 on an H100 |
-# | [The longest batch so far is out of memory](08g_speed_and_memory.ipynb#CUDA-is-out-of-memory) `AMP0232` | GPU memory rises in jumps during the fine-tuning of a language model, out of memory after hours |
+# | [The longest batch so far runs out of memory](08g_speed_and_memory.ipynb#CUDA-is-out-of-memory) `AMP0232` | GPU memory rises in jumps during the fine-tuning of a language model, out of memory after hours |
 # | [Lightning or accelerate refuses the name of a precision](../docs/trainers.md#lightning-precision-is-invalid-or-received-both) `AMP0263` | `` Precision '…' is invalid. Allowed precision values: `` |
 # | [accelerate already has another precision in this process](../docs/trainers.md#acceleratorstate-has-already-been-initialized) `AMP0264` | `` AcceleratorState has already been initialized and cannot be changed, restart your runtime completely and pass `mixed_precision= `` |
 # | [The PyTorch allocator's setting is deprecated or has no effect](../docs/memory_in_practice.md#pytorch_cuda_alloc_conf-or-pytorch_alloc_conf) `AMP0270` | `` PYTORCH_CUDA_ALLOC_CONF is deprecated, use PYTORCH_ALLOC_CONF instead `` |

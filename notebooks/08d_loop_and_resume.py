@@ -370,8 +370,8 @@ assert "expected dtype float for `end` but got dtype c10::BFloat16" in message
 
 # %% [markdown]
 # **Why.** The model was cast after the optimizer or the average was created. The moments of the optimizer,
-# or the averaged weights, therefore have another dtype than the weights. Adam and most averages use `lerp`,
-# which refuses two dtypes.
+# or the averaged weights, therefore have a different dtype from the weights. Adam and most averages use
+# `lerp`, which refuses two dtypes.
 #
 # **The fix.** Cast the model first, then create the optimizer and the average, and load their states last.
 # If you use autocast, do not cast the model at all. For an fp32 average of bf16 weights, cast in the
