@@ -115,7 +115,7 @@ assert failure.code == "AMP0018"
 #
 # | what goes wrong | what you see |
 # |---|---|
-# | [The loss scale falls towards 0](08b_learning.ipynb#The-loss-scale-falls-towards-0) `AMP0002` | the loss scale keeps falling, or every step is skipped |
+# | [The loss scale falls towards 0](08b_learning.ipynb#The-loss-scale-falls-towards-0) `AMP0002` | `` grad_scale is too small, exiting `` |
 # | [A layer does not learn because its gradients underflow](08b_learning.ipynb#A-layer-does-not-learn-because-its-gradients-underflow) `AMP0003` | in fp16 some gradients are exactly zero |
 # | [Weights get no gradient after an evaluation pass](08b_learning.ipynb#Weights-get-no-gradient-after-an-evaluation-pass) `AMP0025` | first forward in no_grad, second should train, but the weights get no gradient under fp16 |
 # | [The scaler runs with bf16 or the dtype is not the one you meant](08b_learning.ipynb#The-scaler-runs-with-bf16-or-the-dtype-is-not-the-one-you-meant) `AMP0028` | the loss scale grows and grows |
@@ -273,7 +273,7 @@ assert failure.code == "AMP0018"
 # | [Memory grows with each step or in evaluation](08g_speed_and_memory.ipynb#Memory-grows-with-each-step-or-in-evaluation) `AMP0170` | `` return torch.cat((tensor1, tensor2), dim=0)…out of memory `` |
 # | [A trainer refuses fp16 or bf16 on this machine](08g_speed_and_memory.ipynb#Autocast-or-the-scaler-is-switched-off) `AMP0067` | `` fp16 mixed precision requires a GPU `` |
 # | [16-bit weights become fp32 when they are loaded](07_training_recipes.ipynb#Load-half-precision-weights) `AMP0092` | a resumed run takes twice the memory, in 16-bit weights |
-# | [A Keras model gives NaN or is no faster under a dtype policy](12_keras.ipynb#When-compile-adds-a-loss-scale) `AMP0101` | `mixed_float16` in Keras gives NaN |
+# | [A Keras model gives NaN or is no faster under a dtype policy](12_keras.ipynb#When-compile-adds-a-loss-scale) `AMP0101` | `` Your GPU may run slowly with dtype policy mixed_… because it does not have compute capability of at least `` |
 # | [The first optimizer step runs out of memory](16_low_precision_state.ipynb#Bytes-per-parameter) `AMP0172` | `` state["exp_avg"] = torch.zeros_like(…out of memory `` |
 # | [nvidia-smi shows more memory than PyTorch has allocated](../docs/memory_in_practice.md#allocated-reserved-or-nvidia-smi-which-number-is-right) `AMP0174` | nvidia-smi shows more memory than `torch.cuda.memory_allocated()` |
 # | [An FP8 or FP4 matmul refuses its scales, its layout or its dtypes](15_below_16_bits.ipynb#Compare-with-PyTorch's-FP8-matmul) `AMP0175` | `` CUBLAS_STATUS_NOT_SUPPORTED when calling …cublasLtMatmul `` |

@@ -42,6 +42,9 @@ x = torch.tensor([[1.0, 2.0]])  # (1, 2), the input of several programs below
 # ## The loss scale falls towards 0
 #
 # `AMP0002` <!-- failure
+# quoted = [
+#   "grad_scale is too small, exiting",
+# ]
 # symptoms = [
 #   "the loss scale keeps falling, or every step is skipped",
 #   "GradScaler halves the scale at every iteration until it is 0",

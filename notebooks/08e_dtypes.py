@@ -586,6 +586,7 @@ assert torch.tensor(1e5).bfloat16().half() == torch.inf  # why not to convert bf
 #   "Input type (torch.DoubleTensor) and weight type (torch.FloatTensor) should be the same",
 #   "Input type (torch.cuda.ByteTensor) and weight type (torch.cuda.FloatTensor) should be the same",
 #   "Input type (torch.cuda.ByteTensor) and weight type (CUDABFloat16Type) should be the same",
+#   "could not infer output dtype. Input dtype must be either a floating point or complex dtype",
 # ]
 # symptoms = [
 #   "a tensor from a numpy array or a pandas frame is double and the model float32",

@@ -641,6 +641,7 @@ with torch.autocast("cpu", dtype=torch.bfloat16):
 #   "No viable backend for scaled_dot_product_attention was found.",
 #   "Expected query, key and value to all be of dtype: {", "Flash attention kernel not used because:",
 #   "Flash attention only supports gpu architectures in the range",
+#   "cutlassF: no kernel found to launch!",
 # ]
 # symptoms = [
 #   "scaled_dot_product_attention fails inside sdpa_kernel",
