@@ -9,8 +9,8 @@
 # %% [markdown]
 # # Train with dtype policies in Keras, on PyTorch and on TensorFlow
 #
-# **What you'll do.** Train MobileNetV2 with Keras 3 in float32, bfloat16 and float16, on the torch
-# and TensorFlow backends. Write a training step with a loss scale for both.
+# **What you'll do.** Train MobileNetV2 with Keras 3 under the policies `float32`, `mixed_bfloat16` and
+# `mixed_float16`, on the torch and TensorFlow backends. Write a training step with a loss scale for both.
 #
 # **What you'll learn.**
 # - which two dtypes a policy names, and how to set a policy globally or for one layer;
@@ -21,7 +21,8 @@
 #
 # **What you need.** [Notebook 02](02_autocast_dtypes.ipynb) for autocast, and [notebook
 # 03](03_grad_scaler_step_by_step.ipynb) for the scaler. `pdm run sync --with tensorflow` installs
-# TensorFlow, for the CPU. Without TensorFlow, as on Python 3.14, only torch runs.
+# TensorFlow, for the CPU. Without TensorFlow, which does not support Python 3.14 yet, this notebook runs
+# only on torch.
 # <!-- tests/course/test_processes.py --> <!-- tests/tools/test_sync.py -->
 
 # %% [markdown]
@@ -148,9 +149,11 @@ assert ops.all(ops.isfinite(Energy(dtype="float32")(far)))
 #
 # ## Keep the last layer in float32
 #
-# On torch, a sigmoid under `mixed_float16` passes a float16 probability to the loss. Just below 1,
-# float16 numbers are 2⁻¹¹ apart, so 0.9998 is rounded to 1. We compute the loss of a logit of 8.5 in
-# binary classification. This prediction is right if the target is 1, and wrong if it is 0:
+# On torch, a sigmoid under `mixed_float16` passes a float16 probability to the loss. (On TensorFlow, [Keras
+# finds the logits behind the
+# sigmoid](https://github.com/keras-team/keras/blob/master/keras/src/backend/tensorflow/nn.py) and uses
+# them.) A logit of 8.5 has the probability 0.9998. Just below 1, float16 numbers are 2⁻¹¹ apart, so this
+# probability is rounded to 1. The prediction is right if the target is 1, and wrong if it is 0:
 
 # %%
 from_probability = keras.losses.BinaryCrossentropy()
@@ -171,8 +174,9 @@ assert off["right"] < 1 / 1000
 assert off["wrong"] > 1.8
 
 # %% [markdown]
-# With the float16 sigmoid, the loss of the right prediction is over a thousand times too small. For the
-# wrong prediction, the loss is nearly twice as large as the exact loss. To avoid this, create the last
+# With the float16 sigmoid, the loss of the right prediction is over a thousand times too small. The loss of
+# the wrong prediction is nearly twice as large as the exact loss. Keras replaces a probability of 1 by
+# 1 - 10⁻⁷, which belongs to a logit of 16. To avoid such losses, create the last
 # layer in float32 without an activation, and use a loss with `from_logits=True`.
 #
 # ## When compile adds a loss scale
@@ -231,8 +235,8 @@ assert torch.amp.GradScaler("cpu").get_growth_interval() == by_layer.optimizer.d
 #
 # ## Fit
 #
-# Now we train MobileNetV2 on handwritten digits, enlarged to 32x32 pixels, with the channels last. The
-# quick scale uses about a third of the channels and the first six blocks.
+# Now we train MobileNetV2 on handwritten digits, enlarged to 32x32 pixels, with the channels last. With
+# `AMP_LAB_SCALE=quick`, the network has about a third of the channels and only the first six blocks.
 
 # %%
 config = {
@@ -303,7 +307,7 @@ for backend, policies in fitted.items():
 
 # %% [markdown]
 # Each row shows how far the loss fell, compared with float32. On both backends the three policies
-# learn alike. With float16 some steps may be skipped, because the loss scale starts too high. Whether a
+# learn alike. With `mixed_float16` some steps may be skipped, because the loss scale starts too high. Whether a
 # policy is faster depends on the hardware and the network ([notebook
 # 05](05_cifar10_mobilenet.ipynb)).
 #
@@ -344,7 +348,7 @@ def step_with_tensorflow(self, data):
 
 
 # %% [markdown]
-# Both steps work under all three policies, because without a `LossScaleOptimizer`, `scale_loss`
+# Both steps work under `float32` and both mixed policies, because without a `LossScaleOptimizer`, `scale_loss`
 # returns the loss unchanged. This small network uses them:
 # <!-- tests/notebooks/test_12_keras.py -->
 
@@ -370,7 +374,7 @@ def new_net():
 
 
 # %% [markdown]
-# The next function trains the network in float16. The scale starts far too high, so that some steps are
+# The next function trains the network under `mixed_float16`. The scale starts far too high, so that some steps are
 # skipped. It doubles after five good steps:
 
 
@@ -438,7 +442,8 @@ for kind, rate in ((keras.optimizers.SGD, 1.0), (keras.optimizers.Adam, 0.1)):
 
 # %% [markdown]
 # With SGD, the unscaled step is 2¹⁵ times too short. Adam divides by the size of the gradient, which
-# hides the mistake: the weight moves by 0.08 instead of 0.1.
+# hides most of the mistake. The gradient is so small that Adam's epsilon matters: the weight moves by 0.08
+# instead of 0.1.
 #
 # ## The names of TensorFlow 2.x (optional)
 #
@@ -616,8 +621,8 @@ exercises.check_compiled(compile_scaled)
 #     return model
 # ```
 #
-# `auto_scale_loss=True` is the default. It does not help here, because `compile` then looks at the
-# model's policy.
+# `auto_scale_loss=True` is the default. It does not help here, because it looks only at the policy of the
+# model, which is `float32`.
 #
 # </details>
 #

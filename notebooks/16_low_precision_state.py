@@ -101,9 +101,9 @@ assert held["fp32, Adafactor"]["state"] < 0.01
 # The figure splits these bytes into weight, gradient and optimizer state. Two of PyTorch's optimizers keep
 # less state than AdamW:
 # [Adafactor](https://docs.pytorch.org/docs/stable/generated/torch.optim.Adafactor.html) stores one value
-# for each row and column of a matrix, and
+# for each row and one for each column of a matrix, and
 # [Muon](https://docs.pytorch.org/docs/stable/generated/torch.optim.Muon.html) stores one moment instead of
-# two. Each needs a different learning rate than AdamW. Activations take additional memory.
+# two. Activations take additional memory.
 #
 # What do the smaller setups cost in accuracy? We test the weights first, then the state.
 #
@@ -139,14 +139,15 @@ class Adam:
 
 
 # %% [markdown]
-# The simplest way is to round the sum to the nearest number of the weight's dtype, as `weight += update`
-# does. In bf16 this loses small updates. Three other ways keep them:
+# The simplest way to add an update is to round the sum to the nearest number of the weight's dtype, as
+# `weight += update` does. In bf16 this loses small updates. Three other ways keep them:
 # <!-- code -->
 #
 # - [**Stochastic rounding**](https://arxiv.org/abs/2010.06192) rounds up or down at random. A sum that lies
 #   three tenths of the way to the next number is rounded up in three cases out of ten. On average, the
 #   result is exact. A bf16 number is the upper half of an fp32 number's bits. The code adds 16 random bits
-#   to the lower half. A carry moves the upper half to the next number. Then the lower half is set to zero.
+#   to the lower half. The larger the lower half is, the more often this carries into the upper half, which
+#   then is the next bf16 number. Finally, the lower half is set to zero.
 # - **Kahan summation** keeps a second bf16 number for each weight. This number stores the rounding error,
 #   which is added to the next update.
 # - **fp32 masters** are a copy of the weights in fp32. The optimizer updates this copy, then casts it to
@@ -271,19 +272,18 @@ for cured in ("bf16, stochastic", "bf16, Kahan", "bf16, masters"):
     assert lag < 0.1 * (min(at_the_end(losses["bf16, nearest"])) - of_fp32)
 
 # %% [markdown]
-# The figure shows how far each loss is above that of fp32: the mean of three seeds, with bars for their
-# range. The grey band is the range of fp32's own seeds. With rounding to nearest, the bf16 weights learn
-# far more slowly than fp32. With stochastic rounding, Kahan summation or masters they learn as fast as
-# fp32.
+# The figure shows how far each loss is above that of fp32 with the same seed: the mean over three seeds,
+# and bars for their range. The grey band is the range of fp32's own seeds. With rounding to nearest, the bf16 weights learn
+# far more slowly than fp32. With the three other ways they learn as fast as fp32.
 #
 # AMP has fp32 masters too: the model's own weights are the masters, and autocast casts them. Each library
-# has its own names for these setups:
+# has its own names for these setups, and for the dtype in which the ranks add their gradients:
 #
-# | | fp32 masters, matmuls in bf16 | everything in bf16 | dtype of the sum of gradients over ranks |
+# | | fp32 masters, matmuls in bf16 | everything in bf16 | dtype of the all-reduce of gradients |
 # |---|---|---|---|
 # | PyTorch | `torch.autocast` | `model.bfloat16()` | the gradients' dtype ([DDP](11_scale_out.ipynb)) |
-# | FSDP2 | `MixedPrecisionPolicy(param_dtype=bf16)` | a model in bf16 | [`reduce_dtype`](https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html) (default: the parameters' dtype; before torch 2.15 `param_dtype`) |
-# | DeepSpeed | `"bf16": {"enabled": true}` | the same, plus `"bf16_master_weights_and_grads": true` and `"bf16_optimizer_states": true` ([settings](https://www.deepspeed.ai/docs/config-json/)) | `communication_data_type` |
+# | FSDP2 | `MixedPrecisionPolicy(param_dtype=bf16)` | a model in bf16 | [`reduce_dtype`](https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html) (set it: the default depends on the torch version) |
+# | DeepSpeed | `"bf16": {"enabled": true}` | `"bf16": {"enabled": true, "bf16_master_weights_and_grads": true, "bf16_optimizer_states": true}` ([settings](https://www.deepspeed.ai/docs/config-json/)) | `communication_data_type` |
 # | torchtitan ([settings](https://github.com/pytorch/torchtitan/tree/main/torchtitan/config)) | `training.mixed_precision_param` | `training.dtype` | `training.mixed_precision_reduce` |
 #
 # torchao's low-bit optimizers [round
@@ -295,7 +295,7 @@ for cured in ("bf16, stochastic", "bf16, Kahan", "bf16, masters"):
 weight = torch.ones(8, dtype=bf16, device=device, requires_grad=True)
 weight.grad = torch.ones_like(weight)
 torch.optim.AdamW([weight], lr=1e-3, weight_decay=0).step()
-assert (weight == 1).all()  # 0.001 is less than half the spacing of bf16 below 1, which is 2^-8
+assert (weight == 1).all()  # below 1 the spacing of bf16 is 2^-8; 0.001 is less than half of it
 
 # %% [markdown]
 # ## Accumulate gradients in fp32
@@ -325,7 +325,8 @@ assert off[1] < 2**-8 < off[64] < off[224]
 # - DeepSpeed: [`"data_types": {"grad_accum_dtype": "fp32"}`](https://www.deepspeed.ai/docs/config-json/)
 # - FSDP2:
 #   [`reduce_dtype=torch.float32`](https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html),
-#   for sums over ranks, and over micro-batches whose gradients are not synchronised.
+#   for the sum over ranks, and for the sum over micro-batches if you synchronise only after the last one
+#   (`set_requires_gradient_sync(False)`).
 #
 # ## State in fewer bits
 #
@@ -342,15 +343,16 @@ print(f"after a thousand steps without a gradient: {square.item()}; in fp32 {0.9
 assert square == 1
 
 # %% [markdown]
-# The second moment does not shrink, so the steps after a large gradient stay too small. With an fp32 scale
-# for each block of values, even eight bits can be enough: the scale shrinks, so all values of the block
-# shrink too. We use blocks of 256 values (128 in four bits), as [torchao
+# The second moment does not shrink, so the steps after a large gradient stay too small. With a scale for
+# each block of values, even eight bits can be enough. The largest value of a block sets the scale, which is
+# in fp32. So the scale can shrink by 0.1 %, and all values of the block shrink with it. We use blocks of 256
+# values (128 in four bits), as [torchao
 # does](https://github.com/pytorch/ao/blob/main/torchao/optim/adam.py), and compare:
 #
 # - *INT8*: evenly spaced numbers from -127 to 127;
 # - *E4M3*: numbers that lie closer together near zero;
-# - *no zero*: evenly spaced numbers from 1 to 2^bits for the squares, which are never negative. The mean
-#   stays in INT8, or in E2M1 for four bits.
+# - *no zero*: for the squares, 1 to 2^bits times a 2^bits-th of the largest value. Squares are never
+#   negative, so no bit is needed for the sign. The mean stays in INT8, or in E2M1 for four bits.
 #
 # Each step computes with the new moments in fp32, then rounds them for the next step.
 
@@ -425,15 +427,17 @@ for name, store in (("INT8", int8), ("E4M3", e4m3), ("INT8, no zero", without_ze
 assert zeros["INT8"] > 0.1 > zeros["E4M3"] >= zeros["INT8, no zero"] == 0
 
 # %% [markdown]
-# INT8 stores a large share of the squares as 0. For such a square, the next step computes 0.999 * 0 + 0.001
-# * g², and divides by the root of this small number. If the next gradient g is also 0, the step divides the
-# remaining mean by epsilon alone, and the update can become huge. E4M3 covers over five orders of
-# magnitude, so it loses far fewer squares. The format without a zero stores a small square as its smallest
-# number, which only makes the update too small.
+# INT8 stores a large share of the squares as 0. For such a square, the next step computes `0.001 * g**2`
+# from the next gradient g, and divides the mean by the root, about `0.03 * g`. If all gradients have the
+# size of g, the divisor should be g, so the update is about 30 times too large. If g is 0, the step divides
+# by epsilon alone, and the update can become huge.
+#
+# E4M3 covers over five orders of magnitude, so it loses far fewer squares. The format without a zero stores
+# a small square as its smallest number, which only makes the update too small.
 #
 # torchao's [4-bit optimizer](https://github.com/pytorch/ao/blob/main/torchao/optim/subclass_4bit.py) has
-# no zero for its squares. Its 8-bit optimizer has a zero, but [its other numbers come close to
-# zero](https://github.com/pytorch/ao/blob/main/torchao/optim/quant_utils.py).
+# no zero for its squares. Its 8-bit optimizer has a zero, but [its smallest positive numbers are so
+# small](https://github.com/pytorch/ao/blob/main/torchao/optim/quant_utils.py) that few squares become zero.
 #
 # In your own code, replace the optimizer. `bf16_stochastic_round` is for weights in bf16:
 #
@@ -555,8 +559,7 @@ exercises.check_bytes(bytes_each)
 # ### 4. Store squares without a zero
 #
 # Complete the function. The step of a row is a 256th of its largest value. Round each of the positive
-# squares to the nearest multiple of the step of its row, but never to zero. (Without a zero, the
-# multiples 1 to 256 are just the 256 codes of eight bits.)
+# squares to the nearest multiple of the step of its row, but never to zero.
 
 
 # %%
