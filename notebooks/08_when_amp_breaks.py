@@ -284,7 +284,7 @@ assert failure.code == "AMP0018"
 # | [A model in 8 or 4 bits is slower than in 16](18_inference_and_export.ipynb) `AMP0204` | load_in_8bit or 4-bit inference is slower than fp16 |
 # | [FP8 training is slower than bf16, or takes more memory](15_below_16_bits.ipynb#Which-GPU-supports-which-format) `AMP0230` | FP8 training is slower than bf16 or fp16 on an H100 |
 # | [The longest batch so far runs out of memory](08g_speed_and_memory.ipynb#CUDA-is-out-of-memory) `AMP0232` | GPU memory rises in jumps during the fine-tuning of a language model, out of memory after hours |
-# | [Lightning or accelerate refuses the name of a precision](../docs/trainers.md#lightning-precision-is-invalid-or-received-both) `AMP0263` | `` Precision '…' is invalid. Allowed precision values: `` |
+# | [Lightning or accelerate refuses the name of a precision](../docs/trainers.md#lightning-refuses-a-precision-is-invalid-or-received-both) `AMP0263` | `` Precision '…' is invalid. Allowed precision values: `` |
 # | [accelerate already has another precision in this process](../docs/trainers.md#acceleratorstate-has-already-been-initialized) `AMP0264` | `` AcceleratorState has already been initialized and cannot be changed, restart your runtime completely and pass `mixed_precision= `` |
 # | [The PyTorch allocator's setting is deprecated or has no effect](../docs/memory_in_practice.md#pytorch_cuda_alloc_conf-or-pytorch_alloc_conf) `AMP0270` | `` PYTORCH_CUDA_ALLOC_CONF is deprecated, use PYTORCH_ALLOC_CONF instead `` |
 # | [The retry after an OutOfMemoryError also runs out of memory](../docs/memory_in_practice.md#i-catch-the-outofmemoryerror-but-the-retry-fails-too) `AMP0271` | I catch the out of memory error, but a smaller batch fails too |

@@ -420,9 +420,8 @@ def dtypes_in_a_pipeline(program: str) -> tuple[set, set, set]:
 
     schedule = Schedule1F1B(stage, 4, loss_fn=loss_fn)
     batch = () if rank else (torch.randn(8, 8),)
-    last_rank = {"target": targets, "losses": losses} if rank else {}
     names = {"torch": torch, "stage": stage, "schedule": schedule, "inputs": batch}
-    exec(program, names | {"last_rank": last_rank})
+    exec(program, names | {"targets": targets, "losses": losses})
     assert len(losses) == 4 * rank
     gradients = {weight.grad.dtype for weight in part.parameters()}
     dist.destroy_process_group()
