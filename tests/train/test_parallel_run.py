@@ -303,7 +303,7 @@ def one_line(ended: list) -> str:
 @pytest.mark.parametrize(
     ("size", "changed", "said"),
     [
-        (2, {"batch_size": 7}, "batch size 7 .*divided among 2 processes"),
+        (2, {"batch_size": 7}, "batch size 7 .*divided by 2 processes"),
         (4, {"batch_size": 2}, "give a multiple of 4"),
         (2, {"limit": 4}, "batch size 8 .*larger .* 4 images"),
         (2, {"precision": "fp8"}, "unknown precision 'fp8'"),

@@ -140,7 +140,7 @@ class Run:
         config_file = self.out / run_folder.CONFIG
         if self.options.resume and not given and not config_file.exists():
             raise RunError(
-                f"{self.out}: there is no run to resume; to start a run, leave out --resume"
+                f"{self.out}: there is no run to resume; leave out --resume to start one"
             )
         if config.tokenizer not in (None, BPE):
             # A file: an absolute path is found when the run is resumed from another folder too.
@@ -153,9 +153,7 @@ class Run:
             config = replace(saved.config, epochs=epochs)
         processes = len(commands)
         if config.batch_size % processes:
-            problem = (
-                f"batch size {config.batch_size} cannot be divided among {processes} processes"
-            )
+            problem = f"batch size {config.batch_size} cannot be divided by {processes} processes"
             raise RunError(f"{problem}: give a multiple of {processes}")
         return config, saved
 
@@ -191,19 +189,15 @@ class Run:
         if self._saved is not None and self._saved.fingerprint != data.fingerprint:
             # A text may be the same and cut into other tokens, as by a changed tokenizer.
             kind = "text or the tokens" if data.is_text else "images"
-            raise RunError(
-                f"{self._data_path}: the {kind} differ from those of the run in {self.out}; resume "
-                "the run with the same data"
-            )
+            problem = f"the {kind} differ from those of the run in {self.out}"
+            raise RunError(f"{self._data_path}: {problem}; resume with the same data")
         size = self.config.batch_size
         if size > len(data.train):
             samples = f"the training set, {len(data.train)} {data.unit}"
             raise RunError(f"batch size {size} is larger than {samples}: give a smaller one")
         if self.ranks.size > len(data.test):
-            raise RunError(
-                f"{len(data.test)} test {data.unit} are too few for {self.ranks.size} processes: "
-                "start fewer"
-            )
+            problem = f"{len(data.test)} test {data.unit} are too few"
+            raise RunError(f"{problem} for {self.ranks.size} processes: start fewer")
 
     def _wrap(self) -> None:
         """Move the model to the device, and make `wrapped_model`, which all ranks train together.
@@ -491,8 +485,5 @@ def _warn_of_slow_fp16(device: torch.device) -> None:
         reason = "this CPU has no fp16 instructions"
     else:
         return
-    warnings.warn(
-        f"fp16 is slow here: {reason}; use bf16, which needs no more memory",
-        AmpLabWarning,
-        stacklevel=4,
-    )
+    message = f"fp16 is slow here: {reason}; use bf16, which needs no more memory"
+    warnings.warn(message, AmpLabWarning, stacklevel=4)
