@@ -61,7 +61,7 @@ def test_each_parameters_dtypes_when_several_processes_share_it(capsys, tmp_path
             "float16" if kind == "fsdp" else "float32"
         }
     again = ("xray", f"{own}:by_fsdp", "--input", "2,4", "--parallel", "fsdp")
-    refused(capsys, (*again, "--precision", "bf16"), "is sharded already: leave out precision")
+    refused(capsys, (*again, "--precision", "bf16"), "is already sharded: leave out precision")
 
 
 SHARDED = """
@@ -205,7 +205,7 @@ def test_whether_it_fits_is_said_with_a_reserve(capsys):
     asked = ("memory", NET, *INPUT, "--precision", "fp32")
     in_1_gib = printed(capsys, *asked, "--memory", "1GiB")
     assert re.search(r"^fp32: fits, .*\d+ MiB", in_1_gib, re.M)
-    assert re.search("10 % .*left to the driver", in_1_gib)
+    assert re.search("reserves 10 % .*for the driver", in_1_gib)
     peak = json.loads(printed(capsys, *asked, "--format", "json"))["forecasts"][0]["peak"]
     for reserve, fits in (("0", True), ("1", False)):  # exactly as much memory as it needs
         budget = ("--memory", str(peak), "--reserve", reserve, "--format", "json")
@@ -238,8 +238,8 @@ def test_a_batch_that_is_not_linear_is_forecast_and_not_extrapolated(capsys):
     for model, inputs in (("pairs", "6,4"), ("only_of_eight", "8,4")):
         asked = ("memory", f"my_inputs:{model}", "--input", inputs, "--memory", "1MiB")
         out = printed(capsys, *asked)
-        assert "The largest batch in 1 MiB for fp32, fp16, bf16: cannot tell: " in out
-        assert "fp32: fits, about" in out
+        assert "The largest batch in 1 MiB is unknown for fp32, fp16, bf16: " in out
+        assert "fp32: fits, with about" in out
     assert "tried with a batch of 3" in out
     refused(capsys, ("memory", "my_inputs:only_of_eight", "--input", "7,4"), r"shape \(7, 4\)")
 

@@ -40,7 +40,7 @@ def test_a_lazy_model_that_was_called_once(trace):
     model, x = lazy(), torch.randn(4, 8)
     with pytest.raises(TraceError) as refused:
         trace(model, x)
-    assert str(refused.value).startswith("0.weight of a lazy layer ")
+    assert str(refused.value).startswith("0.weight belongs to a lazy layer ")
     assert says("trace.lazy", str(refused.value))
     assert isinstance(model[0], nn.LazyLinear)
     (call,) = re.findall(r"model\(x\)", REMEDIES["trace.lazy"].text)

@@ -89,7 +89,7 @@ def test_the_classifier_of_a_library_names_its_logits():
     labels = torch.zeros(2, dtype=torch.long)
     found = xray(model, **given, labels=labels, loss_fn=lambda output: output.loss)
     assert re.search(r"Loss: fp32, .* log_softmax .*fp16", str(found))
-    assert " output 'logits', cast by .float()" in advice(found)
+    assert " output 'logits', cast with .float()" in advice(found)
 
     def outside(output: object) -> torch.Tensor:
         with torch.autocast("cuda", enabled=False):
@@ -265,7 +265,7 @@ def test_an_op_that_autocast_does_not_know_gets_one_dtype(device, dtype):
     low = "fp16" if dtype is FP16 else "bf16"
     said = advice(xray(Attends(op), x, **options))
     assert says("xray.mixed_op", said)
-    assert f" gets q, k in fp32 and v in {low}:" in said
+    assert f" gets q, k in fp32 and v in {low}." in said
     casts = tuple(re.findall(r"\b[qkv]\.to\(torch\.\w+\)", said))
     assert [code[0] for code in casts] == ["q", "k"]
     mended = xray(Attends(op, casts), x, **options)

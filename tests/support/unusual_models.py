@@ -209,6 +209,6 @@ MODELS = {
 FLEX = ["flex_attention", "flex_attention, block mask"]
 # What fake tensors cannot run, and words of the line that says so.
 REFUSED = {
-    "own op without fake": "has no fake: write a function",
+    "own op without fake": "has no fake implementation: write a function",
 }
 LIBRARY_OF = {"torchao int8": "torchao", "torchao float8": "torchao", "peft lora": "peft"}

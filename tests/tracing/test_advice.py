@@ -92,7 +92,7 @@ def test_an_op_that_raises_under_autocast_alone_is_told():
         loss_fn=lambda p: F.binary_cross_entropy(p, target),
     )
     assert "binary_cross_entropy" in found.raised
-    assert found.advice[0].startswith("Only under autocast: ")
+    assert found.advice[0].startswith("The model fails only under autocast: ")
     assert "the loss (binary_cross_entropy)" in found.advice[0]
     assert "binary_cross_entropy_with_logits" in found.advice[0]
     assert found.output_dtypes == [FP16]
@@ -112,7 +112,10 @@ def test_a_mask_value_that_fp16_cannot_hold_is_told_with_the_remedy(device):
     with torch.autocast("cpu", FP16), pytest.raises(RuntimeError, match="without overflow") as real:
         model(x)
     found = xray(model, x, device_type=device, dtype=FP16)
-    assert found.advice[0] == f"Only under autocast: {found.raised}. The table ends there."
+    assert (
+        found.advice[0]
+        == f"The model fails only under autocast: {found.raised}. The table ends at this op."
+    )
     assert f"itself (masked_fill): RuntimeError: {real.value}" in found.raised
     assert says("dtype.fill_value", found.raised)
     with pytest.raises(TraceError, match=r"without overflow; use torch\.finfo"):
@@ -125,7 +128,7 @@ def test_a_mask_value_that_fp16_cannot_hold_is_told_with_the_remedy(device):
 def test_a_model_in_float64_is_left_alone_and_told():
     said = advice(nn.Linear(8, 8).double(), torch.randn(8, 8).double())
     assert re.search(r"none of its work .*fp16", said)
-    assert "because autocast leaves fp64 alone" in said
+    assert "because autocast does not cast fp64" in said
 
 
 def test_shapes_that_matrix_units_cannot_use_whole_are_told():
@@ -167,9 +170,9 @@ def test_the_verdict_comes_first_and_says_what_is_saved():
     # Each of the four results takes half, and the casts are those of the input and the weights.
     saved = 4 * 4096 * 64 * 2 - 4096 * 64 * 2 - 2 * (64 * 64 + 64) * 2
     share = 100 * saved / (4 * 4096 * 64 * 4)
-    assert f"writes {share:.3g} % less than in fp32" in many.advice[0]
-    assert re.search(r"fp16 saves nothing .*write 16\.4 KiB", few.advice[0])
-    assert "only 0.5 KiB less" in few.advice[0]
+    assert f"writes {share:.3g} % fewer bytes than in fp32" in many.advice[0]
+    assert re.search(r"fp16 does not reduce the bytes written: .*write 16\.4 KiB", few.advice[0])
+    assert "only 0.5 KiB smaller" in few.advice[0]
 
 
 def test_there_is_no_verdict_on_what_failed():
@@ -204,11 +207,11 @@ class Twice(nn.Module):
 def test_a_weight_used_twice_is_cast_once_and_a_frozen_one_each_time():
     model = Twice()
     assert len([c for c in xray(model, torch.randn(8, 8)).casts if "weight" in c.what]) == 1
-    assert not any("cast again" in line for line in xray(model, torch.randn(8, 8)).advice)
+    assert not any("again for each use" in line for line in xray(model, torch.randn(8, 8)).advice)
     found = xray(model.requires_grad_(False), torch.randn(8, 8))
     weights = [cast for cast in found.casts if "weight" in cast.what]
     assert [cast.cached for cast in weights] == [False, False]
-    assert any(re.search(r"first\.bias, first\.weight: cast again", line) for line in found.advice)
+    assert any(re.search(r"casts first\.bias, first\.weight again", line) for line in found.advice)
     assert {row.module for row in found.rows} == {"first"}
 
 

@@ -80,7 +80,7 @@ def test_it_finds_nothing_on_any_device_and_is_not_made_in_bf16(device_type):
 
 def test_every_trace_says_that_it_rests_on_this():
     model, x = Checked(CHECKS["isfinite"]), torch.randn(4, 8)
-    remark = "1 check for inf or NaN was answered with none"
+    remark = "1 check for inf or NaN was assumed to find none"
     assert remark in forecast_inference(model, x, precision="fp16").decisions
     assert remark in str(forecast_memory(model, x, precision="fp16"))
     assert remark not in str(forecast_memory(model, x, precision="bf16"))
@@ -121,7 +121,7 @@ def test_checks_of_one_run_alone_come_between_decisions_of_both(dtype):
 def test_what_the_real_run_alone_found_is_another_course():
     x = torch.randn(4, 8)
     x[0, 0] = INF
-    with pytest.raises(TraceError, match=r"another course .*index in '0'"):
+    with pytest.raises(TraceError, match=r"another branch .*index in '0'"):
         xray(nn.Sequential(Chosen(CHECKS["isfinite"], FP32)), x, dtype=FP16)
 
 
@@ -129,7 +129,7 @@ def test_what_the_real_run_alone_found_is_another_course():
 def test_nothing_is_assumed_of_a_run_that_is_not_finite(bad):
     x = torch.randn(4, 8)
     x[0, 0] = bad
-    words = r"inf or NaN in '0' is not made by the run on the CPU, whose outputs are not finite"
+    words = r"inf or NaN in '0', but the run on the CPU does not, and its outputs are not finite"
     with pytest.raises(TraceError, match=words) as refused:
         xray(nn.Sequential(Checked(CHECKS["isfinite"])), x, dtype=FP16)
     assert "\n" not in str(refused.value)
@@ -148,7 +148,7 @@ NO_CHECKS = {
 
 @pytest.mark.parametrize("name", NO_CHECKS)
 def test_other_values_are_not_assumed(name):
-    with pytest.raises(TraceError, match="another course"):
+    with pytest.raises(TraceError, match="another branch"):
         xray(Checked(NO_CHECKS[name]), torch.randn(4, 8), dtype=FP16)
 
 

@@ -272,7 +272,7 @@ def test_fused_fake_quantization_is_refused_as_a_real_run_refuses_it(dtype):
     layers = nn.Sequential(nn.Linear(4, 4), nn.ReLU()).train()
     model = quantize_fx.prepare_qat_fx(layers, settings, (x,))
     raised = xray(model, x, device_type="cpu", dtype=dtype).raised
-    assert "_fused_moving_avg_obs_fq_helper takes torch.float32 alone" in raised
+    assert "_fused_moving_avg_obs_fq_helper takes only torch.float32" in raised
     with torch.autocast("cpu", dtype), pytest.raises(RuntimeError, match="Float but found"):
         model(x)
     assert not xray(model, x, device_type="cpu", dtype=FP32).raised

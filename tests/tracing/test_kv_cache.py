@@ -170,8 +170,8 @@ def test_a_static_cache_is_told_and_not_extrapolated():
     assert cache.nbytes == 2 * BATCH * HEADS * 64 * 8 * FP32
     assert cache.per_token is None
     assert cache.nbytes_asked is None
-    assert "as large with 4 and 8 tokens" in str(found)
-    assert "Nothing is extrapolated to 100 tokens." in str(found)
+    assert "the same size with 4 and 8 tokens" in str(found)
+    assert "is not extrapolated to 100 tokens." in str(found)
     assert "per token" not in str(found)
 
 
@@ -228,13 +228,13 @@ def test_whatever_a_model_raises_for_other_tokens_is_told_with_them():
     assert cache.nbytes == BATCH * TOKENS * OF_A_TOKEN
     assert cache.per_token is None
     reason = "KnowsItsTokens: KeyError: 4 (tried with 4 tokens)."
-    assert f"grows cannot be told: {reason}" in cache.sentences
+    assert f"because a second pass failed: {reason}" in cache.sentences
 
 
 def test_more_tokens_than_the_config_has_places_for_are_named():
     model = Attends()
     model.config = types.SimpleNamespace(max_position_embeddings=64)
-    said = "100 tokens are more than max_position_embeddings of the model's config, 64."
+    said = "100 tokens exceed max_position_embeddings of the model's config, 64."
     assert said in str(table(model, tokens=100))
     assert "max_position_embeddings" not in str(table(model, tokens=64))
 
@@ -253,7 +253,7 @@ def test_how_it_grows_is_not_told_if_the_course_depends_on_values(form):
     cache = cache_of(Routed(FORMS[form]))
     assert cache.nbytes == BATCH * TOKENS * OF_A_TOKEN
     assert cache.per_token is None
-    assert "grows cannot be told: Routed: " in cache.sentences
+    assert "because a second pass failed: Routed: " in cache.sentences
 
 
 def test_a_cache_without_tokens_in_the_input_has_a_size_alone():
@@ -264,7 +264,7 @@ def test_a_cache_without_tokens_in_the_input_has_a_size_alone():
     cache = cache_of(Caches(3, 4, 3), torch.rand(2, 3, 8, 8))
     assert cache.nbytes == 2 * 3 * 8 * 8 * FP32
     assert cache.tokens is None
-    assert "No input has tokens" in cache.sentences
+    assert "No input has the shape of tokens" in cache.sentences
 
 
 def test_embeddings_masks_positions_and_labels_grow_with_the_ids():

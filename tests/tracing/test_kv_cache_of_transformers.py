@@ -163,7 +163,7 @@ def test_a_static_cache_that_is_given_is_told_and_not_extrapolated():
         assert found[way].cache.per_token is None, way
         assert found[way].cache.nbytes_asked is None, way
     assert not given.layers[0].is_initialized
-    assert f"Nothing is extrapolated to {MORE} tokens." in str(found)
+    assert f"is not extrapolated to {MORE} tokens." in str(found)
     # It has the dtype of the keys, which the rotary embedding makes fp32; the values are in bf16.
     assert set(found.failed) == {"bf16 autocast"}
     with pytest.raises(RuntimeError, match="dtype"):

@@ -435,7 +435,7 @@ def test_an_optimizer_that_refuses_sparse_gradients_is_told_with_their_names(opt
     with pytest.raises(RuntimeError):
         optimizer.make(weights).step()
     name = optimizer.name
-    said = rf"gradients of each\.weight, bag\.weight are sparse, and {name} \(not sgd\) refuses"
+    said = rf"gradients of each\.weight, bag\.weight are sparse, and {name} does not support"
     with pytest.raises(TraceError, match=said):
         forecast_memory(model, tokens, precision="fp16", optimizer=name)
 
@@ -470,7 +470,11 @@ class Reentrant(nn.Linear):
         (Branch(4, 4).to("meta"), {}, "^Branch: .*_local_scalar_dense.* depends"),
         (Lossy(4, 4).to("meta"), {}, "^Lossy: .*aten.nonzero.* depends"),
         (Reentrant(4, 4), {}, "^activation checkpointing .*use_reentrant=True"),
-        (nn.Linear(4, 4), {"loss_fn": lambda y: y.detach().sum()}, "^no gradient leads from what"),
+        (
+            nn.Linear(4, 4),
+            {"loss_fn": lambda y: y.detach().sum()},
+            "^the output of .* has no gradient",
+        ),
         (nn.Linear(4, 4), {"loss_fn": lambda y: y}, r"^loss_fn .*one number, not \(2,"),
         (torch.relu, {}, "^a builtin_function_or_method .*model: "),
     ],
@@ -496,7 +500,7 @@ def test_a_precision_that_fails_does_not_take_the_others_with_it():
     found = compare_memory(nn.Linear(8, 8), (4, 8), loss_fn=loss, memory_bytes="1GiB")
     assert [str(one.precision) for one in found.forecasts] == ["fp32"]
     assert set(found.failed) == {"fp16", "bf16"}
-    assert "No forecast in fp16: " in str(found)
+    assert "No forecast for fp16: " in str(found)
     assert "unsafe to autocast" in str(found)
     assert found.largest.keys() == {"fp32"}
     with pytest.raises(TraceError, match="unsafe to autocast"):

@@ -146,7 +146,7 @@ def test_what_ddp_would_add_is_said():
 
 def test_a_column_of_fp32_says_that_weights_stay_in_16_bits():
     model, inputs = nn.Linear(4, 4).bfloat16(), torch.rand(2, 4).bfloat16()
-    said = "Weights in bf16 stay so: fp32 is this model without autocast."
+    said = "Weights in bf16 keep their dtype: fp32 here means this model without autocast."
     assert said in str(forecast_memory(model, inputs, precision="fp32"))
     assert "stay so" not in str(forecast_memory(model, inputs, precision="bf16"))
     assert "stay so" not in str(

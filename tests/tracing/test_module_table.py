@@ -220,7 +220,7 @@ def test_what_ran_before_an_error_is_shown_and_that_there_was_one():
         loss_fn=lambda p: F.binary_cross_entropy(p, torch.zeros(8, 8)),
     )
     assert rows_of(found)["1"].outputs == ({"": (FP16, (8, 8))},)
-    assert f"Only under autocast: {found.raised}" in str(found.by_module())
+    assert f"The model fails only under autocast: {found.raised}" in str(found.by_module())
 
 
 def test_a_part_that_raises_has_no_output():

@@ -82,7 +82,7 @@ def test_a_function_whose_backward_pass_fails_under_autocast_is_told():
         out = model(x)
     with pytest.raises(RuntimeError):
         out.sum().backward()
-    remedy = "under autocast the forward of CustomMatmul needs @torch.amp.custom_fwd"
+    remedy = "under autocast, decorate the forward of CustomMatmul with @torch.amp.custom_fwd"
     for device in ("cuda", "cpu"):
         found = xray(model, x, device_type=device)
         assert "(backward pass of CustomMatmul)" in found.raised
@@ -238,13 +238,13 @@ def test_a_detector_is_traced_and_refused_without_boxes(training):
     inputs = ([torch.rand(3, 64, 64)], [boxes]) if training else ([torch.rand(3, 64, 64)],)
     # torchvision suppresses many boxes in one way on a CPU, and in another on a GPU.
     device = {"device_type": "cpu"} if training else {}
-    assert "may differ for other inputs" in xray(model, *inputs, **device).decisions
+    assert "Other inputs may lead to other decisions" in xray(model, *inputs, **device).decisions
     caveats = forecast_memory(model, *inputs, precision="bf16", **device).caveats
-    assert "may differ for other inputs" in caveats[-1]
+    assert "Other inputs may lead to other decisions" in caveats[-1]
     if training:  # without boxes it does not get so far
-        with pytest.raises(TraceError, match=r"X-ray model\.backbone by itself"):
+        with pytest.raises(TraceError, match=r"X-ray only model\.backbone"):
             xray(model, *inputs[:1])
-        with pytest.raises(TraceError, match=r"forecast model\.backbone by itself"):
+        with pytest.raises(TraceError, match=r"forecast only model\.backbone"):
             forecast_memory(model, *inputs[:1], precision="fp16")
     assert xray(model.backbone, torch.rand(1, 3, 64, 64)).rows
     assert forecast_memory(model.backbone, torch.rand(1, 3, 64, 64), precision="fp16").peak

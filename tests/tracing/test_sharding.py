@@ -22,14 +22,14 @@ RIGHT = (
 OTHERS = (s.reduce_dtype_left_out, s.ddp_that_ignores_a_weight)  # the table alone says it
 AUTOCAST = {"ddp_under_autocast": s.plain_ddp}
 MISTAKES = {  # and what is said of them
-    s.policy_on_top_of_bf16: "there are no fp32 master weights",
+    s.policy_on_top_of_bf16: "without fp32 master weights",
     s.upcast_of_bf16: "cast to fp32 from bf16, which adds traffic",
-    s.upcast_that_is_undone: "norm.weight, norm.bias: norm weights, stored in fp32 and",
-    s.norm_in_bf16: "norm.weight, norm.bias: norm weights, stored in fp32 and computed in bf16",
+    s.upcast_that_is_undone: "norm.weight, norm.bias: norm weights, stored in fp32 but",
+    s.norm_in_bf16: "norm.weight, norm.bias: norm weights, stored in fp32 but computed in bf16",
     s.summed_in_bf16: "gradients are summed in bf16",
-    s.two_stored_dtypes_in_a_unit: "fails at the first step: FSDP2 needs one stored dtype",
-    s.root_left_out: "last.weight, last.bias: not managed by FSDP2",
-    s.buffer_in_fp32: "scale: buffers stay in fp32",
+    s.two_stored_dtypes_in_a_unit: "fails at the first step. FSDP2 needs one stored dtype",
+    s.root_left_out: "last.weight, last.bias: FSDP2 does not manage",
+    s.buffer_in_fp32: "so these buffers stay in fp32",
     s.inputs_not_cast: "Inputs 0 reach the bf16 model in fp32",
     s.ddp_that_compresses: "gradients are summed in fp16",
 }
@@ -159,7 +159,7 @@ def test_a_tied_weight_is_in_its_unit_once():
     ("settings", "said"),
     [
         ({}, "^Net .*neither .*'fsdp' or 'ddp'"),
-        ({"parallel": "ddp"}, "depends on the ops: .*inputs"),
+        ({"parallel": "ddp"}, "depend on the ops: .*inputs"),
         ({"parallel": "fsdp", "reduce_dtype": "fp8"}, "^reduce_dtype 'fp8': .*fp32, fp16, bf16"),
     ],
 )
@@ -171,9 +171,9 @@ def test_what_cannot_be_is_refused_in_a_line(settings, said):
 def test_settings_beside_a_model_that_is_done_are_refused():
     with group_of(2):
         for model, settings, said in (
-            (s.norm_in_bf16(), {"precision": "bf16"}, "is sharded already: leave out precision"),
-            (s.norm_in_bf16(), {"parallel": "fsdp"}, "is sharded already: leave out parallel"),
-            (s.plain_ddp(), {"reduce_dtype": "fp32"}, "is in DDP already: leave out reduce_dtype"),
+            (s.norm_in_bf16(), {"precision": "bf16"}, "is already sharded: leave out precision"),
+            (s.norm_in_bf16(), {"parallel": "fsdp"}, "is already sharded: leave out parallel"),
+            (s.plain_ddp(), {"reduce_dtype": "fp32"}, "is already in DDP: leave out reduce_dtype"),
         ):
             with pytest.raises(TraceError, match=re.escape(said)):
                 xray_sharding(model, **settings)
@@ -185,7 +185,7 @@ def test_a_hook_of_ones_own_sums_in_a_dtype_that_is_not_guessed():
         model.register_comm_hook(None, my_hook)
         found = xray_sharding(model)
     assert {p.reduced for p in found.parameters} == {None}
-    assert "summed by 'my_hook'" in str(found)
+    assert "hook 'my_hook' sums" in str(found)
     assert found.advice == []
 
 

@@ -148,12 +148,15 @@ def test_of_an_own_op_it_is_said_what_is_not_known():
     model, inputs = built("own op")
     op = "amp_lab_tests::scaled_product"
     said = "\n".join(xray(model, *inputs, dtype=FP32).advice)
-    assert f"{op} in the model itself: its FLOPs are unknown" in said
+    assert f"{op} in the model itself: the FLOPs of this op are unknown" in said
     for forecast in (forecast_memory, forecast_inference):
         text = str(forecast(model, *inputs, precision="bf16"))
-        assert f"Of {op} only results count, not what the kernel allocates." in text
+        assert (
+            f"For {op}, only the results are counted, not the memory that the kernel allocates."
+            in text
+        )
     found = rehearse(model, *inputs, formats=["fp8"])
-    assert f"Not rehearsed: {op} with weight, which torch computes." in found.watch
+    assert f"Not rehearsed: {op} with weight. torch computes this op in fp32." in found.watch
 
 
 @pytest.mark.slow

@@ -90,7 +90,7 @@ def casts_kept(model, x, under):
 
 def test_in_evaluation_mode_it_is_said_what_the_cache_keeps():
     model, x = nn.Sequential(nn.Linear(64, 48), nn.Linear(48, 40)), torch.rand(3, 64)
-    said = "under inference_mode it keeps none"
+    said = "Under inference_mode, autocast has no cache"
     assert said not in str(xray(model, x, device_type="cpu"))
     found = xray(model.eval(), x, device_type="cpu")
     assert said in str(found)

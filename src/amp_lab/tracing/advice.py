@@ -29,7 +29,7 @@ def advise(trace: Tracer, raised: str | None) -> list[str]:
     """
     lines = []
     if raised is not None:
-        lines.append(f"Only under autocast: {raised}. The table ends there.")
+        lines.append(f"The model fails only under autocast: {raised}. The table ends at this op.")
     for part in PARTS:
         # A trace without autocast has the dtype float32.
         rules = part.all if trace.dtype in LOWER_DTYPES else part.without_autocast
@@ -52,7 +52,9 @@ def _verdict(trace: Tracer) -> Iterator[str]:
         share = percent(low_flops, work_of(trace.rows))
         sentence = f"{share} % of the work is done in {low}"
     else:
-        sentence = f"Autocast does not speed this model up: none of its work is done in {low}"
+        sentence = (
+            f"Autocast does not speed up this model, because none of its work is done in {low}"
+        )
     yield f"{sentence}{_change_in_bytes(trace)}."
 
 
@@ -67,15 +69,17 @@ def _change_in_bytes(trace: Tracer) -> str:
     if saved_bytes > cast_bytes:
         bytes_in_fp32 = saved_bytes + bytes_of(trace.rows)
         share = percent(saved_bytes - cast_bytes, bytes_in_fp32)
-        return f"; the forward pass writes {share} % less than in fp32, the casts included"
+        return (
+            f", and the forward pass writes {share} % fewer bytes than in fp32, including the casts"
+        )
     if not cast_bytes:
         return ""
     low = short_name(trace.dtype)
     weight_bytes = bytes_of(weight_casts(trace))
     return (
-        f"; in bytes {low} saves nothing in this forward pass: casts write "
-        f"{bytes_text(cast_bytes)} ({bytes_text(weight_bytes)} for weights, with any batch), and "
-        f"results take only {bytes_text(saved_bytes)} less than in fp32"
+        f". In this forward pass, {low} does not reduce the bytes written: the casts write "
+        f"{bytes_text(cast_bytes)} ({bytes_text(weight_bytes)} for weights, with any "
+        f"batch), but the results are only {bytes_text(saved_bytes)} smaller than in fp32"
     )
 
 
@@ -100,4 +104,7 @@ def _backward_not_followed(trace: Tracer) -> Iterator[str]:
     """Report that the X-ray did not trace the backward pass, and the reason."""
     reason = trace.backward_not_followed
     if reason:
-        yield f"Only the forward pass was followed: {reason}. Mixed dtypes there raise in training."
+        yield (
+            f"The X-ray traced only the forward pass, because {reason}. Mixed dtypes in the "
+            "backward pass raise an error in training."
+        )

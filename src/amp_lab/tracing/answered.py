@@ -68,7 +68,7 @@ def answered(
     except MemoryNeeded as error:
         # A recorded run cannot help: what a model reads from memory is not recorded.
         advice = _working_remedy(trace, call, verb, for_real, error)
-        raise TraceError(f"{error}, which fake tensors do not have: {advice}") from error
+        raise TraceError(f"{error}, and fake tensors have no memory: {advice}") from error
 
 
 def _with_decisions(
@@ -105,7 +105,9 @@ def _with_decisions(
                 advice = f"{_BUILD_ON_CPU.text}; or {advice}"
             raise type(error)(f"{values_needed}, and {error}: {advice}") from error
     advice = _working_remedy(trace, call, verb, for_real, values_needed)
-    raise TraceError(f"{values_needed}, which fake tensors have not: {advice}") from values_needed
+    raise TraceError(
+        f"{values_needed}, and fake tensors have no values: {advice}"
+    ) from values_needed
 
 
 def _working_remedy(

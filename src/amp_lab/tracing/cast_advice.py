@@ -20,47 +20,47 @@ RULES = Rules()
 _FROZEN = remedy(
     "xray.frozen",
     "no parameter of a model requires a gradient, so autocast casts all weights in each call",
-    "No parameter requires a gradient, so autocast keeps no cast of a weight: each use casts the "
-    "weight again, {size} in this forward pass. Cast weights and inputs once, "
+    "No parameter requires a gradient, so autocast caches no weight casts. Each use casts the "
+    "weight again: {size} in this forward pass. Cast weights and inputs once with "
     "model.to(torch.{dtype}), and turn autocast off.",
     failure="AMP0033",
 )
 _OTHER_HALF = remedy(
     "xray.other_half",
     "autocast casts weights from one 16-bit format to the other",
-    "Autocast casts weights in {own} to {low}, {loss}: give autocast dtype=torch.{dtype}, or keep "
-    "the weights in fp32, model.float().",
+    "Autocast casts weights from {own} to {low}, {loss}. Use autocast with dtype=torch.{dtype}, "
+    "or keep the weights in fp32 with model.float().",
     failure="AMP0021",
 )
 # What autocast loses when it casts weights from the other 16-bit format to this one.
 _LOSS_OF_CAST = {
-    torch.float16: "which makes those above 65504 inf and small ones 0",
-    torch.bfloat16: "which leaves them 8 bits",
+    torch.float16: "which turns values above 65504 into inf and small values into 0",
+    torch.bfloat16: "which keeps only 8 bits of each value",
 }
 _INTEGERS = remedy(
     "xray.integers",
     "autocast casts whole numbers, such as token positions, to 16 bits",
-    "{called} in {where}: autocast casts whole numbers to {low}, which is exact only up to "
-    "{most:,}. If these are positions or counts that can be larger, compute this op in fp32: "
-    "with torch.autocast({device!r}, enabled=False).",
+    "{called} in {where}: autocast casts whole numbers to {low}, which represents them exactly "
+    "only up to {most:,}. If these positions or counts can be larger, run this op in fp32, under "
+    "torch.autocast({device!r}, enabled=False).",
     failure="AMP0030",
 )
 _MIXED_OP = remedy(
     "xray.mixed_op",
     "a custom op gets fp32 and 16-bit tensors, and autocast has no rule for the op",
-    "{op} in {where} gets {mixed}: autocast has no rule for the op, so it does not cast them. If "
-    "the kernel takes only one dtype, as in flash attention, cast them before the call, "
-    "{casts}; or give autocast a rule, torch.library.register_autocast({op!r}, {device!r}, "
-    "torch.{dtype}); or, if an autograd.Function calls the op, write above its forward "
-    "@torch.amp.custom_fwd(device_type={device!r}, cast_inputs=torch.{dtype}) and above its "
-    "backward @torch.amp.custom_bwd(device_type={device!r}).",
+    "{op} in {where} gets {mixed}. Autocast has no rule for this custom op, so it does not cast "
+    "these inputs. If the kernel needs one dtype, as flash attention does, use one of these ways. "
+    "Cast before the call: {casts}. Or register a rule: torch.library.register_autocast({op!r}, "
+    "{device!r}, torch.{dtype}). Or, if an autograd.Function calls the op, decorate its forward "
+    "with @torch.amp.custom_fwd(device_type={device!r}, cast_inputs=torch.{dtype}) and its "
+    "backward with @torch.amp.custom_bwd(device_type={device!r}).",
     failure="AMP0078",
 )
 _UNKNOWN_WORK = remedy(
     "xray.unknown_work",
     "a custom op has no formula for its FLOPs",
-    "{op} in {where}: its FLOPs are unknown, so the shares above leave them out. If the op "
-    "multiplies matrices, register a formula, "
+    "{op} in {where}: the FLOPs of this op are unknown, so the shares above do not count them. If "
+    "the op multiplies matrices, register a formula with "
     "torch.utils.flop_counter.register_flop_formula(torch.ops.{packet}).",
 )
 
@@ -77,8 +77,8 @@ def _parameters_cast_at_each_use(trace: Tracer) -> Iterator[str]:
     if repeated_names:
         most = max(counts.values())
         yield (
-            f"{listed(repeated_names, 3)}: cast again for each use, up to {most} times; "
-            "autocast caches only whole parameters in fp32 that require a gradient."
+            f"Autocast casts {listed(repeated_names, 3)} again for each use, up to {most} times. "
+            "It caches only casts of whole fp32 parameters that require a gradient."
         )
 
 

@@ -157,14 +157,14 @@ class Replay:
             were = _were(self._taken_count)
             sentences.append(
                 f"{decisions} (branches, sizes) that depend on values {were} taken from a run on "
-                "the CPU in fp32 and may differ for other inputs."
+                "the CPU in fp32. Other inputs may lead to other decisions."
             )
         if self._assumed_count:
             checks = plural(self._assumed_count, "check")
             were = _were(self._assumed_count)
             sentences.append(
-                f"{checks} for inf or NaN {were} answered with none, since a run on the CPU "
-                "in fp32, which does not make them, gives finite outputs."
+                f"{checks} for inf or NaN {were} assumed to find none, because the outputs of the "
+                "run on the CPU in fp32 are finite."
             )
         return " ".join(sentences)
 
@@ -195,8 +195,8 @@ class Replay:
             raise _other_course(module, op)
         if not self._decisions.is_finite:
             raise OtherCourse(
-                f"the check for inf or NaN in {_decision_place(module)} is not made by the run "
-                "on the CPU, whose outputs are not finite"
+                f"the trace checks for inf or NaN in {_decision_place(module)}, but the run on "
+                "the CPU does not, and its outputs are not finite"
             )
         self._assumed_count += 1
         return if_finite
@@ -253,7 +253,7 @@ def _with_fake_tensors(
 def _other_course(module: str, op: OpOverload) -> OtherCourse:
     """The error for an op at which the trace and the real run differ."""
     where = f"op {op_name(op)} in {_decision_place(module)}"
-    return OtherCourse(f"the run on the CPU took another course at {where}")
+    return OtherCourse(f"the run on the CPU took another branch at {where}")
 
 
 def _were(count: int) -> str:

@@ -39,8 +39,8 @@ def idle_guard(row: Backend) -> Iterator[None]:
         guards = table_type.in_dll(libc10, _REGISTRY)
     except (OSError, ValueError):  # no libc10, or no such symbol in it, as on Windows
         raise DeviceError(
-            f"device type {row.type!r}: torch {torch.__version__} on {sys.platform} cannot do "
-            "without the device: take 'cuda' or 'cpu'"
+            f"device type {row.type!r}: torch {torch.__version__} on {sys.platform} cannot trace "
+            "for this device without having one. Give 'cuda' or 'cpu'"
         ) from None
     guard_before = guards[index]  # None: there is none
     if guard_before is None:

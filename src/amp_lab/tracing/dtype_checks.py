@@ -50,9 +50,9 @@ def _rnnt_loss(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any])
     """
     logits = args[0]
     if logits.device.type not in ("cpu", "cuda"):
-        raise RuntimeError("rnnt_loss has kernels for CPUs and CUDA alone")
+        raise RuntimeError("rnnt_loss has kernels only for CPU and CUDA")
     if logits.dtype not in (torch.float32, torch.float16):
-        raise RuntimeError(f"rnnt_loss takes logits in fp32 or fp16 alone: {_WIDE_LOGITS.text}")
+        raise RuntimeError(f"rnnt_loss takes only fp32 or fp16 logits: {_WIDE_LOGITS.text}")
     return logits.new_empty(len(logits)), torch.empty_like(logits)
 
 

@@ -28,14 +28,14 @@ _NO_KERNEL_SAYS = (
 NO_FAKE = remedy(
     "trace.no_fake",
     "a custom op of torch.library has no fake implementation",
-    "write a function with its arguments that returns empty results of the right shapes and "
-    'dtypes, below @torch.library.register_fake("{op}")',
+    "write a function with the same arguments that returns empty results of the right shapes and "
+    'dtypes, and decorate it with @torch.library.register_fake("{op}")',
 )
 _TIPS = {  # remedy by a phrase of the error's message
     "are unsafe to autocast": remedy(
         "dtype.bce",
         "binary cross-entropy of probabilities under autocast",
-        "use binary_cross_entropy_with_logits, on logits",
+        "pass logits to binary_cross_entropy_with_logits instead",
         failure="AMP0022",
     ).text,
     "without overflow": remedy(
@@ -48,8 +48,8 @@ _TIPS = {  # remedy by a phrase of the error's message
         "dtype.selective_checkpoint",
         "regions of selective checkpointing use the same weight under autocast",
         "two regions of selective checkpointing (context_fn) use a weight that autocast has cast "
-        "once: open autocast with cache_enabled=False; for a forecast, in the model's forward, "
-        "around the regions",
+        "once. Open autocast with cache_enabled=False. For a forecast, open it in the model's "
+        "forward, around the regions",
         failure="AMP0158",
     ).text,
     NO_PRIMITIVE: NO_PRIMITIVE_REMEDY,
@@ -59,16 +59,17 @@ _TIPS = {  # remedy by a phrase of the error's message
 _CUSTOM_FUNCTION = remedy(
     "dtype.custom_function",
     "the backward of an autograd.Function mixes dtypes, because backward runs without autocast",
-    "under autocast the forward of {name} needs @torch.amp.custom_fwd(device_type={device!r}), its "
-    "backward @torch.amp.custom_bwd(device_type={device!r})",
+    "under autocast, decorate the forward of {name} with "
+    "@torch.amp.custom_fwd(device_type={device!r}) and its backward with "
+    "@torch.amp.custom_bwd(device_type={device!r})",
     failure="AMP0020",
 )
 
 _COPIED_VALUES = remedy(
     "dtype.copied_values",
     "torch.tensor copies the values of other tensors, but fake tensors have no values",
-    "torch.tensor copies values and cuts the graph, so tensors before it get no gradient: "
-    "write torch.stack([...])",
+    "torch.tensor copies only values, so tensors before it get no gradient. Use "
+    "torch.stack([...]) instead",
     failure="AMP0011",
 )
 # What an op of torch.library.custom_op raises on fake tensors.

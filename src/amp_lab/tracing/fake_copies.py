@@ -16,7 +16,7 @@ QUANTISED = remedy(
     "a library has quantised the weights of a model",
     "trace the model before it is quantised",
 )
-REAL_ALONE = "for kernels that take real tensors alone"
+REAL_ALONE = "and its kernels take only real tensors"
 
 
 class FakeCopies:
@@ -85,7 +85,7 @@ class FakeCopies:
                 return nn.Parameter(fake, tensor.requires_grad)
             return fake
         except Exception as error:  # the code of the subclass may raise anything
-            reason = f"is a {wrapper_type.__name__} without a fake copy ({first_line(error)})"
+            reason = f"is a {wrapper_type.__name__} that has no fake copy ({first_line(error)})"
             raise TraceError(f"{name} {reason}: {QUANTISED.text}") from error
 
 
@@ -100,5 +100,5 @@ def _unsupported_reason(tensor: torch.Tensor) -> str | None:
     if tensor.is_quantized or hasattr(tensor, "quant_state") or hasattr(tensor, "SCB"):
         return f"is quantised, {REAL_ALONE}: {QUANTISED.text}"
     if tensor.layout is not torch.strided or tensor.is_nested:
-        return "is sparse or nested: only dense tensors have a fake copy"
+        return "is sparse or nested, but only dense tensors have a fake copy"
     return None

@@ -36,33 +36,33 @@ from amp_lab.tracing.flex_attention import flex_attention_traced
 _DETECTOR = remedy(
     "trace.detector",
     "a detector of torchvision, whose results depend on values",
-    "{verb} model.backbone by itself",
+    "{verb} only model.backbone",
 )
 _LAZY = remedy(
     "trace.lazy",
     "a lazy layer has not run on any input yet",
-    "call the model once on inputs that have values, model(x), where it is built",
+    "call the model once where you build it, with inputs that have values: model(x)",
 )
 _TORCHSCRIPT = remedy(
     "trace.torchscript",
     "a model, or a part of it, is TorchScript",
-    "give the nn.Module that it was scripted or traced from",
+    "give the nn.Module before torch.jit.script or torch.jit.trace",
 )
 _FLEX = remedy(
     "trace.flex_attention",
     "a model that trains calls flex_attention, which torch cannot differentiate on this device",
-    '{verb} it as on a GPU, with device_type="cuda" (amp-lab xray --device cuda)',
+    '{verb} it for a GPU, with device_type="cuda" (amp-lab xray --device cuda)',
 )
 _CAUSAL_MASK = remedy(
     "trace.causal_mask",
     "nn.Transformer compares its mask with the causal one",
-    "torch reads the mask to see whether it is causal: call the model with tgt_is_causal=True or "
-    "False (is_causal or src_is_causal for an encoder)",
+    "torch reads the mask to see whether it is causal. Pass tgt_is_causal=True or False to the "
+    "model (for an encoder, is_causal or src_is_causal)",
 )
 _PART = remedy(
     "trace.part",
     "an op of the model depends on values, but one part of the model has no such op",
-    "{verb} model.{part} by itself",
+    "{verb} only model.{part}",
 )
 _PARTS = remedy(
     "trace.parts",
@@ -112,8 +112,8 @@ def checked_dtype(device_type: str, dtype: torch.dtype | None) -> torch.dtype:
         return torch.get_autocast_dtype(device_type)
     if dtype not in LOWER_DTYPES:
         raise DeviceError(
-            f"autocast on {device_type!r} does not take {dtype!r}: "
-            "give torch.float16 or torch.bfloat16"
+            f"autocast on {device_type!r} does not support {dtype!r}: give torch.float16 or "
+            "torch.bfloat16"
         )
     return dtype
 
@@ -307,7 +307,7 @@ def require_model(model: object) -> None:
         description = f"a {type(model).__name__}"
         if isinstance(model, type):  # the class was given in place of an instance
             description = model.__name__
-        raise TraceError(f"{description} is no model: give an nn.Module, the model itself")
+        raise TraceError(f"{description} is not a model: give an nn.Module")
     if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
         # The trace would include its hooks and copies, and its module names are not the model's.
         raise TraceError(f"{type(model).__name__} wraps the model: give its .module")
@@ -324,7 +324,7 @@ def _require_python_and_shapes(model: nn.Module) -> None:
             raise TraceError(f"{_module_text(name)} is TorchScript: {_TORCHSCRIPT.text}")
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if is_lazy(tensor):
-            raise TraceError(f"{name} of a lazy layer has no shape yet: {_LAZY.text}")
+            raise TraceError(f"{name} belongs to a lazy layer and has no shape yet: {_LAZY.text}")
 
 
 def _module_text(name: str) -> str:

@@ -162,13 +162,14 @@ class InferenceTable(ForecastTable):
             if forecast.kept_under_no_grad:
                 extra = amount(forecast.kept_under_no_grad)
                 yield (
-                    f"{forecast.way}: under no_grad instead of inference_mode, autocast keeps its "
-                    f"casts of weights until its block ends, and the peak is {extra} higher."
+                    f"{forecast.way}: under no_grad, autocast keeps its weight casts until the "
+                    f"autocast block ends, so the peak is {extra} higher than under "
+                    "inference_mode."
                 )
         if any(forecast.way.startswith("int") for forecast in self.forecasts):
             yield (
-                "int8 and int4: the weights of linear layers as torchao stores them, all else as "
-                "cast. What a kernel takes to unpack them is not counted."
+                "int8 and int4: the weights of linear layers are counted as torchao stores them, "
+                "and all others as cast. Memory for unpacking in a kernel is not counted."
             )
         if self.forecasts[0].decisions:
             yield self.forecasts[0].decisions
@@ -184,7 +185,7 @@ class InferenceTable(ForecastTable):
             excess = (forecast.weights_and_cache or 0) - self._usable
             if excess > 0:
                 parts = f"weights and the KV cache of {self.tokens:,} tokens"
-                yield f"{forecast.way}: {parts} do not fit, {amount(excess)} too much."
+                yield f"{forecast.way}: {parts} do not fit, {amount(excess)} too large."
 
     def _cache_facts(self) -> Iterator[str]:
         """Sentences on the KV cache of each way, and on what the forecast leaves out.
@@ -199,7 +200,7 @@ class InferenceTable(ForecastTable):
             if self.tokens is not None:
                 tokens = f"{self.tokens:,} tokens"
                 yield f"The output has no KV cache, so there is no forecast for {tokens}."
-            yield "Not counted: a cache of keys and values, and what the driver takes for itself."
+            yield "Not counted: a KV cache, and the memory of the driver."
             return
         ways_by_sentences = columns_by_text(sentences_by_way)
         for sentences, ways in ways_by_sentences.items():
@@ -209,6 +210,6 @@ class InferenceTable(ForecastTable):
                 yield f"{ways}: {sentences}"
         if self.tokens and self.places and self.tokens > self.places:
             limit = f"max_position_embeddings of the model's config, {self.places:,}"
-            yield f"{self.tokens:,} tokens are more than {limit}."
+            yield f"{self.tokens:,} tokens exceed {limit}."
         yield "The KV cache of the input is counted among the temporaries."
-        yield "Not counted: what the driver takes for itself."
+        yield "Not counted: the memory of the driver."

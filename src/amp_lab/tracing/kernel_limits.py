@@ -24,24 +24,24 @@ from amp_lab.core.tensors import tensors_in
 _FFT = remedy(
     "dtype.fft",
     "an FFT or STFT gets 16-bit values, or its result meets another complex dtype",
-    "transform x.float() instead of x, and cast the real result back with .to(x.dtype) if the next "
-    "layer is cast to 16 bits; if the module that transforms has a window or filters that were "
-    "cast too, as by model.half(), call .float() on this module afterwards",
+    "transform x.float() instead of x. If the next layer is cast to 16 bits, cast the real result "
+    "back with .to(x.dtype). If the module also cast its window or filters, as model.half() does, "
+    "call .float() on this module afterwards",
     failure="AMP0038",
 )
 _NO_ATTENTION_KERNEL = remedy(
     "dtype.no_attention_kernel",
     "sdpa_kernel allows no kernel that takes the dtype, mask or head size of an attention",
-    "flash attention takes only fp16 and bf16, no mask and heads of up to 256, so also allow the "
-    "math kernel, which takes every call: "
-    "sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH])",
+    "flash attention takes only fp16 and bf16, no mask and heads of up to 256. Also allow the "
+    "math kernel, which takes every call: sdpa_kernel([SDPBackend.FLASH_ATTENTION, "
+    "SDPBackend.MATH])",
     failure="AMP0162",
 )
 _FUSED_FAKE_QUANTIZATION = remedy(
     "dtype.fused_fake_quantization",
     "quantization-aware training under autocast uses the fused fake quantization",
-    "create the qconfig mapping with get_default_qat_qconfig_mapping(BACKEND, version=0): its fake "
-    "quantization is not fused, so autocast runs it in fp32",
+    "create the qconfig mapping with get_default_qat_qconfig_mapping(BACKEND, version=0). Its "
+    "fake quantization is not fused, so autocast runs it in fp32",
     failure="AMP0157",
 )
 REMEDIES_BY_MESSAGE = {
@@ -108,7 +108,7 @@ def require_same_dtype(name: str, arguments: list[Any]) -> None:
     for dtype in dtypes:
         if dtype is not dtypes[0]:
             raise RuntimeError(
-                f"{name} takes tensors of one dtype, and got {dtypes[0]} and {dtype}"
+                f"{name} takes tensors of one dtype, but got {dtypes[0]} and {dtype}"
             )
 
 
@@ -154,13 +154,13 @@ def _refuse_non_floats(call: OpCall) -> None:
         return
     is_image_to_upsample = first.dtype is torch.uint8 and call.name.startswith("upsample")
     if not is_image_to_upsample:
-        raise RuntimeError(f"{call.name} takes no tensor of {first.dtype}")
+        raise RuntimeError(f"{call.name} does not take a tensor of {first.dtype}")
 
 
 def _refuse_bools(call: OpCall) -> None:
     """Refuse a first argument of bools; integers are accepted."""
     if call.first is not None and call.first.dtype is torch.bool:
-        raise RuntimeError(f"{call.name} takes no tensor of torch.bool")
+        raise RuntimeError(f"{call.name} does not take a tensor of torch.bool")
 
 
 _TORCH_NAMES = {
@@ -203,14 +203,14 @@ def _refuse_complex_half(call: OpCall) -> None:
     """Refuse complex32 tensors on CUDA, where cuBLAS does not take them."""
     dtypes = {tensor.dtype for tensor in tensors_in(call.args)}
     if torch.complex32 in dtypes and call.is_on("cuda"):
-        raise RuntimeError(f"{call.name} takes no tensor of torch.complex32 on CUDA")
+        raise RuntimeError(f"{call.name} does not take a tensor of torch.complex32 on CUDA")
 
 
 def _refuse_all_but_fp32_on_cpu(call: OpCall) -> None:
     """Refuse any dtype but fp32 on a CPU."""
     dtype = call.args[0].dtype
     if call.is_on("cpu") and dtype is not torch.float32:
-        raise RuntimeError(f"{call.name} takes torch.float32 alone, and got {dtype}")
+        raise RuntimeError(f"{call.name} takes only torch.float32, but got {dtype}")
 
 
 def _refuse_fp8_before_ada(call: OpCall) -> None:

@@ -237,17 +237,17 @@ def forecast_cache(
     remarks = list(growth.remarks)
     nbytes_asked = None
     if tokens_asked is not None and not growth.total:
-        remarks.append(f"Nothing is extrapolated to {tokens_asked:,} tokens.")
+        remarks.append(f"The size of the cache is not extrapolated to {tokens_asked:,} tokens.")
     elif tokens_asked is not None:
         try:
             nbytes_asked = _bytes_with_tokens(cache, trace_with_tokens(tokens_asked))
         except TraceError as error:
-            remarks.append(f"For {tokens_asked:,} tokens it cannot be told: {error}.")
+            remarks.append(f"The cache cannot be forecast for {tokens_asked:,} tokens: {error}.")
         else:
             more_tokens = tokens_asked - (tokens or 0)  # never None: the growth was measured
             if nbytes_asked < nbytes + growth.total * more_tokens:
-                stopped = "part of it has stopped growing, as a sliding window does"
-                remarks.append(f"With {tokens_asked:,} tokens {stopped}.")
+                stopped = "part of the cache no longer grows, as with a sliding window"
+                remarks.append(f"With {tokens_asked:,} tokens, {stopped}.")
     return CacheForecast(
         place=_common_path(cache),
         tensors=len(cache),
@@ -300,7 +300,10 @@ def _measure_growth(
     """
     if tokens is None:
         named = [tensor for tensor in candidates if tensor.is_named]
-        remark = "No input has tokens (B, T) that it could grow with."
+        remark = (
+            "No input has the shape of tokens (B, T), so the forecast does not know how the "
+            "cache grows."
+        )
         return _Growth(dict.fromkeys(named, 0), [remark])
     # Fewer if possible: the model may have no positions for more tokens than in its input.
     other_tokens = tokens // 2 if tokens > 1 else 2
@@ -309,7 +312,10 @@ def _measure_growth(
     except TraceError as error:
         # Without a second pass, tensors with a size that is the number of tokens are taken to grow.
         likely = [tensor for tensor in candidates if tensor.is_named or tokens in tensor.shape]
-        return _Growth(dict.fromkeys(likely, 0), [f"How it grows cannot be told: {error}."])
+        return _Growth(
+            dict.fromkeys(likely, 0),
+            [f"The growth of the cache is unknown, because a second pass failed: {error}."],
+        )
     growth = {}
     for tensor in candidates:
         other = other_tensors.get(tensor.path)
@@ -327,14 +333,14 @@ def _growth_remarks(counts: list[int | None], passes: str) -> list[str]:
     `counts` are the values of `_Growth.bytes_per_token`.
     """
     if None in counts:
-        return [f"It is not a multiple of the tokens ({passes})."]
+        return [f"The cache does not grow linearly with the tokens ({passes})."]
     if not any(counts):
         kinds = "a static cache, a full sliding window or a state"
-        return [f"It is as large with {passes}: {kinds}."]
-    remarks = [f"Per token: the difference between passes with {passes}."]
+        return [f"The cache has the same size with {passes}, as {kinds} has."]
+    remarks = [f"The size per token is the difference between passes with {passes}."]
     fixed_count = counts.count(0)
     if fixed_count:
-        remarks.append(f"{fixed_count} of its {len(counts)} tensors do not grow.")
+        remarks.append(f"{fixed_count} of the {len(counts)} tensors of the cache do not grow.")
     return remarks
 
 

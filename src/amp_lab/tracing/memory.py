@@ -171,7 +171,7 @@ def compare_memory(
 def _values_needed(model: nn.Module) -> TraceError:
     """The error for a model whose branches depend on values, where the user gave only shapes."""
     name = type(model).__name__
-    why = "its course depends on values, and shapes have none"
+    why = "the model takes branches that depend on values, which shapes do not have"
     return TraceError(f"{name}: {why}: {_FORECAST_EACH_BATCH.text}")
 
 

@@ -12,7 +12,7 @@ _RANKS = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 _EIGHT_BIT_STATE = remedy(
     "memory.eight_bit_state",
     "a step with Adam does not fit",
-    "Adam's state in 8 bits, torchao.optim.AdamW8bit (--optimizer adamw-8bit), {saves}",
+    "Adam with 8-bit state (torchao.optim.AdamW8bit, --optimizer adamw-8bit) {saves}",
     failure="AMP0172",
 )
 _SHARD = remedy(
@@ -23,14 +23,14 @@ _SHARD = remedy(
 _LOW_WEIGHTS = remedy(
     "memory.low_weights",
     "a step with fp32 weights does not fit",
-    "weights, gradients and state in bf16, a function that returns model.bfloat16(), {saves}; "
-    "small updates are lost then without the stochastic rounding of notebook 16",
+    "A model in bf16, weights and state included (a function that returns model.bfloat16()), "
+    "{saves}. Without stochastic rounding (notebook 16), small updates are then lost",
     failure="AMP0029",
 )
 _ADAPTERS = remedy(
     "memory.adapters",
     "a step that trains all weights does not fit",
-    "LoRA on frozen weights, whose adapters take little, {saves}",
+    "LoRA, which trains small adapters on frozen weights, {saves}",
 )
 _CHECKPOINT = remedy(
     "memory.checkpoint",
@@ -117,7 +117,7 @@ def _with_saving(
     """
     saves = f"saves about {amount(forecast.peak - peak)}"
     if peak <= limit:
-        saves += ", and it fits"
+        saves += ", and the step then fits"
     else:
-        saves += f", {amount(peak - limit)} too little"
+        saves += f", but {amount(peak - limit)} are still missing"
     return advice.sentence(saves=saves, **facts)

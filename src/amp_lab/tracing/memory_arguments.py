@@ -43,12 +43,14 @@ def parse_bytes(text: str | int) -> int:
     - less than 1 MiB in a text without a unit.
     """
     if isinstance(text, str) and text.strip().isdecimal() and int(text) < 2**20:
-        raise TraceError(f"memory {text!r} would be {text} bytes: give a unit, as {text}GiB")
+        raise TraceError(f"memory {text!r} means {text} bytes: add a unit, as in {text}GiB")
     count = _count_of_bytes(str(text))
     if count is None:
-        raise TraceError(f"memory {text!r}: give bytes, as 24GiB (24 x 2^30) or 24GB (24 x 10^9)")
+        raise TraceError(
+            f"memory {text!r} is not a size: give bytes, as 24GiB (24 x 2^30) or 24GB (24 x 10^9)"
+        )
     if not 1 <= count <= 2**62:
-        raise TraceError(f"memory {text!r}: give from one byte to 2^62")
+        raise TraceError(f"memory {text!r} is out of range: give 1 byte to 2^62 bytes")
     return int(count)
 
 
@@ -87,7 +89,8 @@ def inputs_of_shapes(input_shape: Shapes, input_dtype: Dtypes, *, batched: bool)
     if batched and len(batches) > 1:
         text = ", ".join(map(str, shapes))
         raise TraceError(
-            f"inputs of shapes {text}: the first size is the batch; give the same for all"
+            f"the inputs have shapes {text}, but the first size is the batch: give the same batch "
+            "for all"
         )
     if not batched and batches != {1}:
         shapes = [(1, *shape) for shape in shapes]
@@ -105,5 +108,5 @@ def _checked_shapes(input_shape: Any) -> list[tuple[int, ...]]:
         shapes = [tuple(input_shape)]
     for sizes in shapes:
         if not sizes or not all(isinstance(size, int) and size > 0 for size in sizes):
-            raise TraceError(f"input shape {sizes}: give sizes of 1 or more")
+            raise TraceError(f"input shape {sizes} has a size below 1: give sizes of 1 or more")
     return shapes

@@ -79,8 +79,8 @@ class MemoryByBatch:
         """Raise `TraceError` unless `is_linear`, the result of a comparison of two traces."""
         if not is_linear:
             raise TraceError(
-                f"{type(self._step.run.model).__name__}: its memory is not a constant plus a "
-                "multiple of the batch; forecast the batches one by one"
+                f"{type(self._step.run.model).__name__}: its memory does not grow linearly with "
+                "the batch. Forecast each batch separately"
             )
 
     def forecast(self, batch: int, optimizer: str | None = None) -> Any:

@@ -98,7 +98,7 @@ class ForecastTable(Printed):
     def _facts(self) -> Iterator[str]:
         """The sentences below the table."""
         for column, error in self.failed.items():
-            yield f"No forecast in {column}: {error}."
+            yield f"No forecast for {column}: {error}."
         if self.memory_bytes is not None:
             yield from self._fit_facts(memory_text(self.memory_bytes))
         for forecast in self.forecasts:
@@ -110,14 +110,14 @@ class ForecastTable(Printed):
         """Sentences on what fits into the memory, and on why there is no largest batch."""
         for column, spare in self.spare.items():
             if spare >= 0:
-                yield f"{column}: fits, about {amount(spare)} to spare."
+                yield f"{column}: fits, with about {amount(spare)} to spare."
             else:
-                yield f"{column}: does not fit, {amount(-spare)} too much."
+                yield f"{column}: does not fit, {amount(-spare)} too large."
         for reason, columns in columns_by_text(self.no_largest).items():
-            yield f"The largest batch in {memory} for {columns}: cannot tell: {reason}."
+            yield f"The largest batch in {memory} is unknown for {columns}: {reason}."
         if self.reserve:
-            share = f"Of the {memory}, {100 * self.reserve:.3g} %"
-            yield f"{share} are left to the driver and to fragmentation."
+            share = f"{100 * self.reserve:.3g} % of the {memory}"
+            yield f"The forecast reserves {share} for the driver and for fragmentation."
 
 
 @dataclass(frozen=True, repr=False)
@@ -230,12 +230,12 @@ class MemoryTable(ForecastTable):
         """The sentences below the table."""
         first = self.forecasts[0]
         if self.loss_left_out:
-            yield f"Too low: {self.loss_left_out}."
+            yield f"The forecast is too low: {self.loss_left_out}."
         yield from super()._facts()
-        yield "The parts are not all there at one time, so they do not add up to the peak."
+        yield "Not all parts are in memory at the same time, so they do not add up to the peak."
         if first.gradients:
             yield self._data_parallel_fact()
-        yield "Not counted: what the driver and its libraries take for themselves."
+        yield "Not counted: the memory of the driver and its libraries."
         yield from first.caveats
 
     def _data_parallel_fact(self) -> str:
@@ -243,18 +243,18 @@ class MemoryTable(ForecastTable):
         first = self.forecasts[0]
         if first.fsdp_ranks > 1:
             ranks = f"each of {first.fsdp_ranks} ranks of FSDP2"
-            return f"Of {ranks}, forecast with the CPU's kernels, in one stream."
+            return f"The forecast is for {ranks}, with the kernels of a CPU in one stream."
         unit, unit_name = self._unit()
         gradients = f"{in_unit(first.gradients, unit)} {unit_name}"
         buckets = f"buckets as large as the gradients, {gradients}"
-        return f"DDP adds {buckets}; none with gradient_as_bucket_view=True."
+        return f"DDP adds {buckets}, unless you set gradient_as_bucket_view=True."
 
     def _fit_facts(self, memory: str) -> Iterator[str]:
         """Sentences on what fits into the memory, and on the inputs of the largest batch."""
         yield from super()._fit_facts(memory)
         if self.fixed_shapes and self.largest:
             shapes = ", ".join(map(str, self.fixed_shapes))
-            yield f"The same for every batch size: inputs of shape {shapes}."
+            yield f"These inputs have the same shape for every batch size: {shapes}."
 
 
 def bytes_row(label: str, counts: Iterable[int | None], unit: int) -> list[str]:

@@ -166,7 +166,9 @@ class ModuleTable(Printed):
         if depth is not None:
             if not isinstance(depth, int) or depth < 1:
                 given = f"depth {depth!r}"
-                raise OptionError(f"{given}: give a whole number of 1 or more, or None for all")
+                raise OptionError(
+                    f"depth={given}: give a whole number of 1 or more, or None for all"
+                )
             rows = [row for row in rows if row.depth <= depth]
         return cls(title, depth, rows, flops, facts)
 
@@ -206,7 +208,7 @@ class ModuleTable(Printed):
             work = rate_text(self.flops, "FLOP")
         facts = [
             f"{size}: {split}",
-            f"Matmuls, convolutions and attention: {work}; a multiply-add counts as two.",
+            f"Matmuls, convolutions and attention: {work}. A multiply-add counts as two FLOPs.",
         ]
         return Table(
             ["module", "class", "output", "dtype", "parameters", "own", "notes"],

@@ -133,8 +133,10 @@ class OpDifferences(Printed, list[OpDifference]):
         return Table(
             ["op", first, second],
             [[row.op, row.first or "-", row.second or "-"] for row in self],
-            caption=f"{len(self)} ops are treated differently by autocast on {first!r} and on "
-            f"{second!r}; '-': autocast leaves it alone",
+            caption=(
+                f"{len(self)} ops differ between autocast on {first!r} and on {second!r}. '-' "
+                "means that autocast does not change the op."
+            ),
         )
 
 
@@ -170,7 +172,7 @@ def op_table(device_type: str, dtype: torch.dtype | None = None) -> OpTable:
     for name, overload in _overloads_with_kernel(device_type):
         policy, reason = autocast.policy(overload)
         if policy is None:
-            why = f"autocast on {device_type!r} follows no policy ({reason})"
+            why = f"autocast on {device_type!r} follows no known policy ({reason})"
             warnings.warn(f"{overload.name()} is left out: {why}", AmpLabWarning, stacklevel=2)
             continue
         rules_of_op.setdefault(name, []).append(autocast.rule(overload, policy, reason))

@@ -20,50 +20,50 @@ from amp_lab.tracing.ops_seen import has_autocast_rule
 _INPUT = remedy(
     "dtype.inputs_of_a_cast_model",
     "an op of a model cast to fp16 or bf16 gets an input in fp32",
-    "{op} gets float32 from {wide} and {dtype} from {low}: give {wide} in {dtype}",
+    "{op} gets float32 from {wide} and {dtype} from {low}. Give {wide} in {dtype}",
     failure="AMP0150",
 )
 _OWN = remedy(
     "dtype.own_tensor_of_a_cast_model",
     "an op of a 16-bit model gets an fp32 tensor: a buffer, a weight or an attribute",
-    "{op} gets float32 from {wide} and {dtype} from {low}: cast {name} where it is used, "
+    "{op} gets float32 from {wide} and {dtype} from {low}. Cast {name} where it is used: "
     "{name}.to(torch.{dtype})",
     failure="AMP0060",
 )
 _COMPUTED = remedy(
     "dtype.computed_in_a_cast_model",
     "an op of a 16-bit model gets an fp32 tensor that the model computes",
-    "{op} gets float32 from {wide} and {dtype} from {low}: cast the float32 tensor before the op, "
+    "{op} gets float32 from {wide} and {dtype} from {low}. Cast the float32 tensor before the op: "
     "x.to(torch.{dtype})",
     failure="AMP0060",
 )
 _WRITE = remedy(
     "dtype.write",
     "values of another dtype are written into a tensor, by x[i] = y, index_add, scatter, …",
-    "the values that are written{place} have another dtype than the target tensor: write "
+    "the values{place} and the tensor into which they are written have different dtypes: write "
     "values.to(target.dtype)",
     failure="AMP0019",
 )
 _WRITTEN = remedy(
     "dtype.written_by_a_layer",
     "a layer of a 16-bit model returns fp32 values, which are written into a 16-bit tensor",
-    "the float32 values come from {wide}, in a model with weights in {dtype}: if this layer sets "
-    "its output dtype itself, as layers with quantized weights may, model.to() does not change "
-    "that, so pass torch.{dtype} when you create the layer",
+    "the float32 values come from {wide}, in a model with weights in {dtype}. If this layer sets "
+    "its output dtype, as layers with quantized weights may, model.to() does not change this "
+    "dtype: pass torch.{dtype} when you create the layer",
     failure="AMP0156",
 )
 _IN_PLACE = remedy(
     "dtype.in_place",
     "a matmul that writes in place, x.addmm_, or into out=, gets fp32 and 16 bits",
-    "autocast does not cast for in-place ops or out=: cast the inputs of the op{place} to the "
-    "dtype of the target tensor, a.to(target.dtype)",
+    "autocast does not cast for in-place ops or out=. Cast the inputs of the op{place} to the "
+    "dtype of the target tensor: a.to(target.dtype)",
     failure="AMP0019",
 )
 _OUT_OF_PLACE = remedy(
     "dtype.out_of_place",
     "a matmul in place gets fp32 and 16 bits, and autocast has a rule for the op out of place",
-    "or, under autocast, which casts for torch.{op}, assign the result, "
-    "target = torch.{op}({arguments})",
+    "or, under autocast, assign the result, target = torch.{op}({arguments}), because autocast "
+    "casts the inputs of torch.{op}",
 )
 # The begin of torch's messages, such as ``Index put requires the source and destination dtypes
 # match`` or ``scatter(): Expected self.dtype to be equal to src.dtype``.

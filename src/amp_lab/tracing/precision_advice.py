@@ -26,26 +26,26 @@ _SOFTMAX = {"_softmax", "_log_softmax", "_safe_softmax"}
 _LOSS_IN_LOW_PRECISION = remedy(
     "xray.loss_in_low_precision",
     "an op of the loss runs in fp16 or bf16",
-    "{where}: its {op} {what}: compute the loss outside autocast, from output.float().",
+    "{where}: its {op} {what}. Compute the loss outside autocast, from output.float().",
 )
 _LOSS_IN_THE_MODEL = remedy(
     "xray.loss_in_the_model",
     "the model computes its loss itself, partly in fp16 or bf16, and also returns logits",
-    "{where}: its {op} {what}, inside the model: call the model without targets, and compute the "
-    "loss outside autocast from its output{place}, cast by .float().",
+    "{where}: its {op} {what}, inside the model. Call the model without targets, and compute the "
+    "loss outside autocast from its output{place}, cast with .float().",
 )
 _LOSS_ALONE = remedy(
     "xray.loss_alone",
     "the model computes its loss itself, partly in fp16 or bf16, and returns no logits",
-    "{where}: its {op} {what}, inside the model: let the model return the inputs of the loss, and "
-    "compute the loss outside autocast, from output.float().",
+    "{where}: its {op} {what}, inside the model. Return the inputs of the loss from the model, "
+    "and compute the loss outside autocast, from output.float().",
 )
 _NO_RULE = remedy(
     "xray.no_rule",
     "autocast has no rule for a matmul, such as the grouped_mm of experts, which then runs in fp32",
-    "autocast on {device} has no rule that casts this call: cast the operands before the call, "
-    "x.to(torch.{dtype}), or, in a library's model, cast weights and inputs once, "
-    "model.to(torch.{dtype}), and turn autocast off",
+    "autocast on {device} does not cast the inputs of this call. Cast the operands before the "
+    "call with x.to(torch.{dtype}). If the model is from a library, cast weights and inputs once "
+    "with model.to(torch.{dtype}), and turn autocast off",
 )
 
 
@@ -86,7 +86,10 @@ def _loss_in_low_precision(trace: Tracer) -> Iterator[str]:
     for row in filter(is_low, loss_rows):
         what = f"runs in {short_name(row.dtype)}, so the loss is computed in low precision"
         if (row.module, row.called) in partly_in_fp32:
-            what = f"runs in {short_name(row.dtype)}, and the fp32 loss is computed from that"
+            what = (
+                f"runs in {short_name(row.dtype)}, so the fp32 loss is computed from "
+                "low-precision values"
+            )
         is_outside = row.module == LOSS  # in the user's loss function, not inside the model
         place = None if is_outside else _place_of_logits(trace.outputs, row)
         op = row.op.strip("_")  # "_log_softmax" is called log_softmax in the documentation
@@ -131,7 +134,7 @@ def _work_not_in_low_precision(trace: Tracer) -> Iterator[str]:
         least_share = SMALL_SHARE if is_untouched else _LARGE_SHARE
         if share < least_share:
             continue
-        untouched = " autocast leaves it untouched," if is_untouched else ""
+        untouched = " autocast does not change it," if is_untouched else ""
         dtype_text = short_name(dtype) if dtype else "integers"
         stays = f"{100 * share:.1f} % of the work stays in {dtype_text}"
         yield f"{subject}:{untouched} {stays}, because {reason}."
@@ -143,11 +146,11 @@ def _not_low_reason(row: OpRecord, trace: Tracer) -> str:
     if row.op in backend(device_type).rnns_without_rule:
         return f"autocast on {device_type} has no rule for the layer"
     if not row.autocast:
-        return "autocast is switched off there"
+        return "autocast is disabled there"
     if row.dtype is torch.float64:
-        return "autocast leaves fp64 alone"
+        return "autocast does not cast fp64"
     if row.dtype is None or any(dtype.is_complex for dtype in row.in_dtypes):
-        return "autocast leaves alone complex numbers and integers"
+        return "autocast does not cast complex numbers and integers"
     # "addmm_" is in place, "__matmul__" is not.
     if row.called.endswith("_") and not row.called.endswith("__"):
         return "autocast does not cast for in-place ops"
@@ -181,8 +184,8 @@ def _large_ops_in_fp32(trace: Tracer) -> Iterator[str]:
         if size == 0 or size < _LARGE_SHARE * written:  # 0: an empty batch
             continue
         yield (
-            f"{subject} stays in fp32, because autocast on {trace.device_type} runs it so: it "
-            f"writes {bytes_text(size)}, {100 * size / written:.0f} % of all."
+            f"{subject} stays in fp32, because autocast on {trace.device_type} runs it in fp32. "
+            f"It writes {bytes_text(size)}, {100 * size / written:.0f} % of all bytes."
         )
 
 
@@ -201,7 +204,7 @@ def _rounded_softmax_and_norms(trace: Tracer) -> Iterator[str]:
             facts.append((row, row.dtype))
     for subject, _, dtype in group_by_fact(facts):
         runs = f"{subject} runs in {short_name(dtype)} on {trace.device_type}"
-        yield f"{runs}: its input and its output are rounded to it."
+        yield f"{runs}, so its input and output are rounded to {short_name(dtype)}."
 
 
 @RULES.under_autocast
@@ -210,6 +213,6 @@ def _casts_to_fp32_and_back(trace: Tracer) -> Iterator[str]:
     low = short_name(trace.dtype)
     for subject, _, next_function in group_by_fact(trace.bounces):
         yield (
-            f"{subject}: autocast takes its input from {low} to fp32, and its output back to {low} "
-            f"for {next_function}."
+            f"{subject}: autocast casts the input from {low} to fp32, and then the output back to "
+            f"{low} for {next_function}."
         )

@@ -211,7 +211,10 @@ class _Recorder(PlainOpsMode):
         self._count(tensors_in(result))
         self.require_room(0)  # an op shows how much memory it takes only when it has run
         if time.monotonic() - self._started_at > LIMIT_S:
-            self._stop(f"the run on the CPU that has them takes longer than {LIMIT_S:g} s")
+            self._stop(
+                "the run on the CPU, which would have these values, takes longer than "
+                f"{LIMIT_S:g} s"
+            )
         if depends_on_values(func, args, self._unmarked):
             self.decisions.append(record_decision(self.running, func, (args, kwargs), result))
         return result
@@ -251,7 +254,7 @@ class _Recorder(PlainOpsMode):
         allowed = int(SHARE_OF_MEMORY * self._free_bytes)
         if self._in_use + new_bytes > allowed:
             self._stop(
-                "the run on the CPU that has them takes more than "
+                "the run on the CPU, which would have these values, takes more than "
                 f"{bytes_text(allowed)}, {100 * SHARE_OF_MEMORY:.0f} % of the free memory"
             )
 

@@ -129,7 +129,9 @@ def group_of(ranks: int) -> Iterator[None]:
     from torch.testing._internal.distributed.fake_pg import FakeStore  # registers "fake"
 
     if dist.is_initialized():
-        raise TraceError("this process is one of a group: forecast FSDP2's memory in another")
+        raise TraceError(
+            "this process is already in a process group: forecast FSDP2's memory in another process"
+        )
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:
         yield

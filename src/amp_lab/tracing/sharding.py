@@ -116,7 +116,7 @@ def _require_unset(state: str, settings: dict[str, str | None]) -> None:
     """
     for name, value in settings.items():
         if value is not None:
-            raise TraceError(f"the model is {state} already: leave out {name}")
+            raise TraceError(f"the model is already {state}: leave out {name}")
 
 
 def parallel_of(model: nn.Module) -> Parallel | None:
@@ -130,7 +130,9 @@ def parallel_of(model: nn.Module) -> Parallel | None:
         return None
     modules = list(model.modules())
     if any(isinstance(module, FullyShardedDataParallel) for module in modules):
-        raise TraceError("FullyShardedDataParallel is FSDP1: shard the model with fully_shard")
+        raise TraceError(
+            "FullyShardedDataParallel (FSDP1) is not supported: shard the model with fully_shard"
+        )
     if any(isinstance(module, FSDPModule) for module in modules):
         return Parallel.FSDP
     if isinstance(model, DistributedDataParallel):
@@ -244,7 +246,7 @@ def _read_ddp(
     Raises `TraceError` for a model in DDP's own mixed precision.
     """
     if ddp.mixed_precision is not None:
-        raise TraceError("DDP's own mixed_precision is not read: use autocast instead")
+        raise TraceError("the mixed_precision of DDP is not supported: use autocast instead")
     hook_dtype = None
     unknown_hook = None
     for hook, _ in ddp._comm_hooks:  # one at most
@@ -309,7 +311,7 @@ def _autocast_dtypes(
     if dtype not in LOWER_DTYPES:
         return {}
     if not call.args and not call.kwargs:
-        raise TraceError("what autocast casts depends on the ops: give the inputs of a call")
+        raise TraceError("the casts of autocast depend on the ops: give the inputs of a call")
     result = xray_call(call, device_type, dtype)
     if result.raised is not None:
         raise TraceError(result.raised)

@@ -23,61 +23,61 @@ _SEPARATOR = ", "  # between the names of several modules that are one unit
 _TWO_DTYPES = remedy(
     "sharding.two_dtypes",
     "a unit of FSDP2 has trained parameters of two dtypes",
-    "{place} fails at the first step: FSDP2 needs one stored dtype for the trained parameters of "
-    "a fully_shard call, but these have {dtypes}: call fully_shard once for each dtype.",
+    "{place} fails at the first step. FSDP2 needs one stored dtype for the trained parameters of "
+    "a fully_shard call, but these have {dtypes}. Call fully_shard once for each dtype.",
     failure="AMP0181",
 )
 _IN_NO_UNIT = remedy(
     "sharding.in_no_unit",
     "a trained parameter is in no unit of FSDP2",
-    "{names}: not managed by FSDP2, so their gradients are not reduced and the ranks diverge: "
-    "call fully_shard on the model itself, last.",
+    "{names}: FSDP2 does not manage these parameters. Their gradients are not reduced, so the "
+    "ranks diverge. Call fully_shard on the model itself, last.",
 )
 _NO_MASTER_WEIGHTS = remedy(
     "sharding.no_master_weights",
     "trained parameters are stored in 16 bits",
-    "{names}: trained and stored in {dtype}, so there are no fp32 master weights, and small steps "
-    "of the optimizer are rounded away: keep the model in fp32, and leave {dtype} to {to}.",
+    "{names}: trained and stored in {dtype}, without fp32 master weights, so rounding removes "
+    "small updates. Keep the model in fp32, and use {dtype} only in {to}.",
     failure="AMP0029",
 )
 _UPCAST = remedy(
     "sharding.upcast",
     "param_dtype is wider than the dtype in which the parameters are stored",
-    "{names}: cast to {wide} from {stored}, which adds traffic but no precision: store them in "
-    "{wide}, or leave param_dtype out and give inputs in {stored}.",
+    "{names}: cast to {wide} from {stored}, which adds traffic but no precision. Store them in "
+    "{wide}, or leave out param_dtype and give inputs in {stored}.",
 )
 _LOW_NORMS = remedy(
     "sharding.low_norms",
     "a policy computes norms in 16 bits",
-    "{names}: norm weights, stored in fp32 and computed in {low}; to keep them in fp32, {keep}.",
+    "{names}: norm weights, stored in fp32 but computed in {low}. To keep them in fp32, {keep}.",
 )
 _LOW_SUM_FSDP = remedy(
     "sharding.low_sum.fsdp",
     "FSDP2 sums gradients in 16 bits",
-    "{names}: gradients are summed in {low}, which rounds at every rank: "
-    "reduce_dtype=torch.float32 sums them in fp32.",
+    "{names}: gradients are summed in {low}, which rounds at every rank. Use "
+    "reduce_dtype=torch.float32 to sum them in fp32.",
 )
 _LOW_SUM_DDP = remedy(
     "sharding.low_sum.ddp",
     "DDP sums gradients in 16 bits",
-    "{names}: gradients are summed in {low}, which rounds at every rank: fp32 weights without a "
-    "communication hook sum them in fp32.",
+    "{names}: gradients are summed in {low}, which rounds at every rank. Use fp32 weights without "
+    "a communication hook to sum them in fp32.",
 )
 _BUFFERS = remedy(
     "sharding.buffers",
     "buffers in fp32 meet activations in 16 bits",
-    "{names}: buffers stay in fp32, since a policy casts only parameters and inputs. Mixing dtypes "
-    "gives fp32 or, in convolutions, an error, unless forward casts: buffer.to(x.dtype). If "
-    "forward passes a buffer to another unit, that unit casts the buffer: if the buffer has to "
-    "stay in fp32, such as position angles, set cast_forward_inputs=False in the policy of that "
-    "unit.",
+    "{names}: the policy casts only parameters and inputs, so these buffers stay in fp32. Mixed "
+    "dtypes give fp32 or, in convolutions, an error. Cast the buffers in forward, with "
+    "buffer.to(x.dtype). If forward passes a buffer to another unit, this unit casts the buffer. "
+    "To keep such a buffer in fp32, such as position angles, set cast_forward_inputs=False in the "
+    "policy of that unit.",
     failure="AMP0193",
 )
 _INPUTS = remedy(
     "sharding.inputs_not_cast",
     "cast_forward_inputs is off",
-    "Inputs {names} reach the {low} model in fp32, since cast_forward_inputs is off: cast them in "
-    "forward, except those that should stay fp32.",
+    "Inputs {names} reach the {low} model in fp32, because cast_forward_inputs is off. Cast them "
+    "in forward, except inputs that should stay in fp32.",
     failure="AMP0193",
 )
 
@@ -207,7 +207,7 @@ class ShardingXray(Printed):
         For None, those of the parameters in no unit.
         """
         unit = self.unit(name)
-        inputs = "as they come"
+        inputs = "not cast"
         if unit is not None and unit.inputs is not None:
             inputs = short_name(unit.inputs)
         # By the four dtypes, and whether they are trained.
@@ -215,7 +215,7 @@ class ShardingXray(Printed):
         for parameter in self.parameters_in(name):
             groups.setdefault((parameter.dtypes, parameter.trained), []).append(parameter)
         if unit is not None and not groups:
-            return [_RowCells("none of its own", 0, ("-", "-", "-", "-"), inputs)]
+            return [_RowCells("no parameters", 0, ("-", "-", "-", "-"), inputs)]
         prefix = _common_prefix(name or "")  # left out of the parameters' names
         rows = []
         for (dtypes, trained), members in groups.items():
@@ -236,12 +236,15 @@ class ShardingXray(Printed):
         counts = Counter(short_name(buffer.dtype) for buffer in self.buffers)
         if counts:
             buffers = ", ".join(f"{count:,} {dtype}" for dtype, count in counts.items())
-            yield f"Buffers, which stay as they are: {buffers}."
+            yield f"Buffers, which are not cast: {buffers}."
         root = self.unit("")
         if root is not None and root.output_dtype is not None:
             yield f"Output: cast to {short_name(root.output_dtype)}."
         if self.hook is not None:
-            yield f"Gradients are summed by {self.hook!r}, in a dtype that only a step shows."
+            yield (
+                f"The hook {self.hook!r} sums the gradients, in a dtype that only a real step "
+                "shows."
+            )
 
 
 def _input_text(name: str, dtype: torch.dtype, cast_dtype: torch.dtype) -> str:
@@ -337,7 +340,7 @@ def _keep_in_fp32() -> str:
     from torch.distributed.fsdp import MixedPrecisionPolicy  # takes a second to load
 
     policy = "MixedPrecisionPolicy(reduce_dtype=torch.float32)"
-    own_unit = f"give them a fully_shard of their own, with {policy}"
+    own_unit = f"call fully_shard on these modules separately, with {policy}"
     if not hasattr(MixedPrecisionPolicy, "param_dtype_override_fn"):
         return own_unit
     return f"name them in param_dtype_override_fn, or {own_unit}"

@@ -17,8 +17,8 @@ RULES = Rules()
 _ROWS_OF_THE_INPUT = remedy(
     "xray.rows_of_the_input",
     "a number of rows (batch x tokens) is not a multiple of 8",
-    "The number of rows is the batch x tokens of this input, and not a size of the model: give "
-    "the input that you will train with.",
+    "The number of rows is the batch x tokens of this input, not a size of the model. Give the "
+    "input that you will train with.",
     failure="AMP0044",
 )
 
@@ -41,6 +41,6 @@ def _sizes_that_do_not_fill_tiles(trace: Tracer) -> Iterator[str]:
     if len(texts) > 3:
         shown += f"; and {len(texts) - 3} more"
     share = percent(work_of(misfits), total_flops)
-    sentence = f"Matrix units take multiples of 8. {share} % of the work has other sizes"
+    sentence = f"Matrix units need multiples of 8. {share} % of the work has other sizes"
     advice = f" {_ROWS_OF_THE_INPUT.text}" if has_rows else ""
     yield f"{sentence}: {shown}.{advice}"

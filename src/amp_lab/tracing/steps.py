@@ -151,11 +151,11 @@ def _one_line_error(
     if isinstance(error, NEEDS_VALUES):
         return ValuesNeeded(f"{name}: the result of {error.func} depends on values", error.func)
     if needs_memory(error):
-        return MemoryNeeded(f"{name}: it reads the memory of a tensor")
+        return MemoryNeeded(f"{name}: the model reads the memory of a tensor")
     without_fake = op_without_fake(error)
     if without_fake:
         cure = NO_FAKE.sentence(op=without_fake)
-        return TraceError(f"{name}: its op {without_fake} has no fake: {cure}")
+        return TraceError(f"{name}: the op {without_fake} has no fake implementation: {cure}")
     if isinstance(error, fake_tensor.UnsupportedOperatorException):
         cure = remedy_for(error, model, "forecast")
         return TraceError(f"{name}: torch cannot run {error.func} without values: {cure}")

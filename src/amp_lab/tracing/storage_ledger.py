@@ -381,7 +381,10 @@ class StorageTrace:
         """A sentence on custom ops, whose kernels may allocate unseen memory; "" without any."""
         if not self.custom_ops:
             return ""
-        return f"Of {listed(self.custom_ops, 3)} only results count, not what the kernel allocates."
+        return (
+            f"For {listed(self.custom_ops, 3)}, only the results are counted, not the memory "
+            "that the kernel allocates."
+        )
 
     def equals(self, other: "StorageTrace") -> bool:
         """Whether two traces have the same storages and events; the makers may differ."""

@@ -165,10 +165,12 @@ class Tracer(TorchFunctionMode):
         without_fake = op_without_fake(error)
         if without_fake:
             cure = f"{NO_FAKE.sentence(op=without_fake)}; or {FOR_REAL.text}"
-            return TraceError(f"{self._failed_op} has no fake: {cure}")
+            return TraceError(f"{self._failed_op} has no fake implementation: {cure}")
         if isinstance(error, _NO_FAKE_RULE):
             cure = f"{remedy_for(error, self._run.model, 'X-ray')}; or {FOR_REAL.text}"
-            return TraceError(f"{self._failed_op}: torch cannot run it on fake tensors; {cure}")
+            return TraceError(
+                f"{self._failed_op}: torch cannot run this op on fake tensors; {cure}"
+            )
         if self._run.is_fake and needs_memory(error):
             return MemoryNeeded(f"{self._failed_op} reads the memory of a tensor")
         return None
@@ -200,7 +202,7 @@ class Tracer(TorchFunctionMode):
                 reason = "calls an op that torch cannot run on fake tensors"
                 self.backward_not_followed = f"the {backward_pass} {reason}"
             elif needs_memory(error):
-                reason = "reads the memory of a tensor, which fake ones do not have"
+                reason = "reads the memory of a tensor, but fake tensors have no memory"
                 self.backward_not_followed = f"the {backward_pass} {reason}"
             else:
                 self.failed_at = "", backward_pass

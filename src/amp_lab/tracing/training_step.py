@@ -29,7 +29,7 @@ from amp_lab.tracing.steps import TraceableStep, TracedStep, steps_on
 from amp_lab.tracing.storage_ledger import StorageLedger, StorageTrace
 
 _MOST_RANKS = 1024
-_RNN_CAVEAT = ": forecast with torch's own kernels; cuDNN or oneDNN may keep twice as much."
+_RNN_CAVEAT = ": the forecast uses torch's kernels; cuDNN or oneDNN may save twice as much."
 
 LossFunction = Callable[[Any], torch.Tensor]
 
@@ -126,13 +126,13 @@ class TrainingStep(TraceableStep):
             # sparse gradients, or the gradient of an `nn.EmbeddingBag` on a CPU.
             refused = {key for key, gradient in sparse.items() if gradient._nnz() == 0}
         else:
-            reason = f"{self.optimizer} (not sgd) refuses them"
+            reason = f"{self.optimizer} does not support sparse gradients (sgd does)"
             refused = set(sparse)
         if refused:
             names = [name for name, p in self.run.parameters.items() if id(p) in refused]
             raise TraceError(
-                f"the gradients of {listed(names, 3)} are sparse, and {reason}: "
-                "make the embedding with sparse=False"
+                f"the gradients of {listed(names, 3)} are sparse, and {reason}: create the "
+                "embedding with sparse=False"
             )
 
     def _forward(self, ledger: StorageLedger, call: ModelCall) -> Seeds:
@@ -155,9 +155,9 @@ class TrainingStep(TraceableStep):
         seeds = seeds_of(result)
         if not seeds and any(p.requires_grad for p in call.model.parameters()):
             raise TraceError(
-                f"no gradient leads from what {type(call.model).__name__} returns "
-                f"({type(result).__name__}) to its parameters: give a loss_fn that makes a loss of "
-                "it, and let the forward pass record gradients"
+                f"the output of {type(call.model).__name__} ({type(result).__name__}) has no "
+                "gradient for its parameters. Give a loss_fn that computes a loss from this "
+                "output, and let the forward pass record gradients"
             )
         return seeds
 
@@ -258,7 +258,10 @@ def _caveat_of_low_weights(model: nn.Module, precision: Precision) -> Iterator[s
     low = {short_name(p.dtype) for p in model.parameters() if p.dtype in LOWER_DTYPES}
     if low and precision in (Precision.FP32, Precision.TF32):
         names = listed(sorted(low))
-        yield f"Weights in {names} stay so: {precision} is this model without autocast."
+        yield (
+            f"Weights in {names} keep their dtype: {precision} here means this model without "
+            "autocast."
+        )
 
 
 class _CastOnce(TorchFunctionMode):

@@ -42,20 +42,21 @@ from amp_lab.tracing.xray_result import Xray
 _UNDER_AUTOCAST = remedy(
     "dtype.cast_model_under_autocast",
     "a model cast to fp16 or bf16 gets fp32 somewhere, but runs under autocast",
-    "or run the model under autocast to {dtype}, which works: dtype=torch.{dtype} "
-    "(amp-lab xray --dtype {short})",
+    "or run the model under autocast, which works: dtype=torch.{dtype} (amp-lab xray --dtype "
+    "{short})",
 )
 _AUTOCAST_OFF = remedy(
     "xray.cast_model",
     "the weights of a model are all in fp16 or bf16, and you gave no dtype",
-    "All weights are in {short}, so the model runs as it is, without autocast; "
+    "All weights are in {short}, so this X-ray runs the model without autocast. "
     "dtype=torch.{dtype} (amp-lab xray --dtype {short}) turns autocast on.",
 )
 _TRAINED_CAST = remedy(
     "xray.trained_cast_model",
     "the weights of a model in training mode are all in fp16 or bf16, and you gave no dtype",
-    "If you train it like this, small optimizer steps are rounded away, and a norm's weight of 1 "
-    "may never change: keep the weights in fp32, model.float(), and leave {short} to autocast.",
+    "If you train this model in {short}, rounding removes small optimizer steps, and a norm's "
+    "weight of 1 may never change. Keep the weights in fp32 with model.float(), and use {short} "
+    "only through autocast.",
     failure="AMP0029",
 )
 
@@ -227,7 +228,7 @@ def _raised_under_autocast(tracer: Tracer, settings: _TraceSettings) -> str | No
         try:
             without_autocast = settings.trace(torch.float32)
         except (MemoryNeeded, NotAnswered) as stop:
-            return f"{explained}; the pass without autocast ends later: {stop}"
+            return f"{explained}; the run without autocast stops later: {stop}"
     if without_autocast.error is None:
         return explained
     if not low_weight_dtypes(call.model):
@@ -294,7 +295,9 @@ def _trace_for_real(call: ModelCall, device_type: str, dtype: torch.dtype) -> Tr
     try:
         call = call.copy()
     except (RuntimeError, TypeError) as error:  # tensors of a graph, locks, open files
-        raise TraceError(f"real=True runs a copy of the model: {first_line(error)}") from error
+        raise TraceError(
+            f"real=True needs a copy of the model, but copying failed: {first_line(error)}"
+        ) from error
     call = call.to(device_type)  # the copy: the user's own model stays where it is
     run = ModelRun(
         call,
@@ -333,13 +336,17 @@ def _check_inputs(call: ModelCall, real: bool) -> None:
     forward = call.model.forward
     for misspelt, option in (("device", "device_type="), ("precision", "dtype=")):
         if misspelt in call.kwargs and misspelt not in inspect.signature(forward).parameters:
-            raise TraceError(f"xray has no {misspelt}=, and the model neither: give {option}")
+            raise TraceError(
+                f"neither xray nor the model has an argument {misspelt}=: give {option}"
+            )
     arguments: dict[Any, Any] = dict(enumerate(call.args)) | call.kwargs
     has_tensor = False
     for position_or_name, value in arguments.items():
         text = f"input {position_or_name!r}"
         if isinstance(value, nn.utils.rnn.PackedSequence) and not real:
-            raise TraceError(f"{text} is a PackedSequence, which has no fake copy: give it padded")
+            raise TraceError(
+                f"{text} is a PackedSequence, which has no fake copy: give a padded tensor"
+            )
         leaves = [leaf for _, leaf in named_leaves(value, open_objects=True)]
         for leaf in leaves:
             if isinstance(leaf, torch.Tensor):
@@ -347,13 +354,15 @@ def _check_inputs(call: ModelCall, real: bool) -> None:
                 _check_values(leaf, text, real)
             elif hasattr(leaf, "__array__"):  # NumPy's, pandas'
                 kind = type(leaf).__name__
-                raise TraceError(f"{text} is no tensor but a {kind}: give torch.as_tensor of it")
+                raise TraceError(
+                    f"{text} is a {kind}, not a tensor: convert it with torch.as_tensor"
+                )
         # torchinfo takes a shape. After a tensor, it may be an argument of the model.
         if not has_tensor and _is_shape(value):
-            raise TraceError(f"{text} is no tensor but {value!r}: give torch.empty{tuple(value)}")
+            raise TraceError(f"{text} is {value!r}, not a tensor: give torch.empty{tuple(value)}")
     if arguments and not has_tensor:
         kind = type(next(iter(arguments.values()))).__name__
-        raise TraceError(f"there is no tensor among the inputs, but a {kind}: give a tensor")
+        raise TraceError(f"the inputs contain no tensor, only a {kind}: give a tensor")
 
 
 def _is_shape(value: object) -> bool:

@@ -47,7 +47,7 @@ class Xray(Printed):
     def title(self) -> str:
         """The model, the device, the dtype of autocast and the kind of run, in one line."""
         autocast = "off" if self.dtype is torch.float32 else short_name(self.dtype)
-        run = "a real run" if self.real else "fake tensors, no such device needed"
+        run = "a real run" if self.real else "fake tensors, without the device"
         return f"{self.model} on {self.device_type}, autocast {autocast} ({run})"
 
     @property
@@ -65,7 +65,11 @@ class Xray(Printed):
         """
         facts = list(self._remarks())
         if self.raised is not None:
-            facts.insert(0, f"Only under autocast: {self.raised}. What follows was not run.")
+            facts.insert(
+                0,
+                f"The model fails only under autocast: {self.raised}. Everything after this "
+                "op was not run.",
+            )
         return ModuleTable.of(self.modules, depth, self.title, work_of(self.rows), facts)
 
     def _contents(self) -> dict[str, Any]:
@@ -109,15 +113,15 @@ class Xray(Printed):
         others = len(self.casts) - len(of_parameters)
         yield (
             f"Autocast inserted {plural(len(self.casts), 'cast')}: {len(of_parameters):,} of "
-            f"parameters ({len(cached):,} kept in its cache), {others:,} of other values; they "
-            f"write {bytes_text(bytes_of(self.casts))}."
+            f"parameters ({len(cached):,} of these cached) and {others:,} of other values. The "
+            f"casts write {bytes_text(bytes_of(self.casts))}."
         )
         if cached and not self.training:
             size = bytes_text(bytes_of(cached))
             yield (
-                f"In evaluation mode: under no_grad the cache keeps {size} of casts until the "
-                "autocast block ends; under inference_mode it keeps none, and each use of a weight "
-                "casts it anew."
+                f"In evaluation mode under no_grad, the cache keeps {size} of casts until the "
+                "autocast block ends. Under inference_mode, autocast has no cache and casts a "
+                "weight again at each use."
             )
 
     def _remarks(self) -> Iterator[str]:
@@ -125,7 +129,7 @@ class Xray(Printed):
         if self.autocast_off:
             yield self.autocast_off
         if self.compiled:
-            yield "The model is compiled; these are its ops in eager mode."
+            yield "The model is compiled. The table shows its ops in eager mode."
         if self.decisions:
             yield self.decisions
 
