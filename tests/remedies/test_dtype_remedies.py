@@ -118,7 +118,7 @@ def test_inputs_in_the_dtype_of_the_weights(dtype):
     model, x = nn.Linear(8, 8).to(dtype), torch.randn(8, 8)
     said = complaint(model, x)
     assert says("dtype.inputs_of_a_cast_model", said)
-    assert f"give input 0 in {str(dtype).removeprefix('torch.')}" in said
+    assert f"Give input 0 in {str(dtype).removeprefix('torch.')}" in said
     assert complaint(model, x.to(dtype)) == ""
 
 
@@ -295,7 +295,7 @@ def test_a_layer_with_a_dtype_of_its_own_gets_that_of_the_model(dtype, real):
     said = complaint(Cached(dtype), x, **options)
     assert says("dtype.written_by_a_layer", said)
     assert re.search("the float32 values come from the output of .* in 'keys'", said)
-    (given,) = re.findall(r"so pass (torch\.\w+)", said)
+    (given,) = re.findall(r"this dtype: pass (torch\.\w+)", said)
     assert complaint(Cached(dtype, eval(given)), x, **options) == ""
     for weights in (FP16, FP32):  # there the target is in fp32, made by torch.zeros
         other = complaint(Writes(dtype=weights), torch.randn(8, 8), device_type="cpu", real=real)

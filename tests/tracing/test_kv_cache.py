@@ -183,20 +183,20 @@ def test_a_window_that_ends_between_two_passes_is_no_number_per_token():
     cache = cache_of(Attends(window))
     assert cache.nbytes == BATCH * (6 + TOKENS) * OF_A_TOKEN
     assert cache.per_token is None
-    assert re.search(r"not a multiple .*\(4 and 8 tokens\)", cache.sentences)
+    assert re.search(r"not grow linearly .*\(4 and 8 tokens\)", cache.sentences)
 
 
 def test_a_window_that_is_full_leaves_the_layers_that_grow():
     cache = cache_of(Attends(window), torch.zeros(BATCH, 20, dtype=torch.int64))
     assert cache.per_token == OF_A_TOKEN
-    assert "2 of its 4 tensors" in cache.sentences
+    assert "2 of the 4 tensors" in cache.sentences
 
 
 def test_a_window_that_ends_before_the_tokens_asked_for_is_not_extrapolated():
     cache = table(Attends(window), IDS[:, :4], tokens=100)["fp32"].cache
     assert cache.per_token == 2 * OF_A_TOKEN
     assert cache.nbytes_asked == BATCH * (6 + 100) * OF_A_TOKEN
-    assert re.search(r"With 100 tokens .*stopped growing", cache.sentences)
+    assert re.search(r"With 100 tokens, .*no longer grows", cache.sentences)
 
 
 class WithPlaces(Attends):
@@ -215,7 +215,7 @@ def test_a_model_with_as_many_places_as_tokens_is_asked_for_fewer():
     assert cache_of(WithPlaces()).per_token == OF_A_TOKEN
     cache = table(WithPlaces(), tokens=100)["fp32"].cache
     assert cache.nbytes_asked is None
-    assert re.search(r"For 100 tokens .*: WithPlaces with input", cache.sentences)
+    assert re.search(r"for 100 tokens: WithPlaces with input", cache.sentences)
 
 
 def test_whatever_a_model_raises_for_other_tokens_is_told_with_them():

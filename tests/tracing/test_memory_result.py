@@ -138,7 +138,7 @@ def _ops(model, x):
 def test_what_ddp_would_add_is_said():
     forecast = forecast_memory(nn.Linear(512, 512), torch.ones(1, 512), precision="fp16")
     assert forecast.gradients == 4 * (512 * 512 + 512)
-    assert re.search(r"DDP adds .* 1 MiB;", str(forecast))
+    assert re.search(r"DDP adds .* 1 MiB,", str(forecast))
     assert "gradient_as_bucket_view=True" in str(forecast)
     frozen = nn.Linear(512, 512).requires_grad_(False)
     assert "DDP" not in str(forecast_memory(frozen, torch.ones(1, 512), precision="fp16"))

@@ -72,7 +72,7 @@ def test_wide_inputs_for_low_weights_fail_as_they_do_for_real():
     model = nn.Sequential(nn.Linear(8, 8)).to(BF16)
     with pytest.raises(RuntimeError):
         model(torch.ones(4, 8))
-    with pytest.raises(TraceError, match="give input 0 in bfloat16"):
+    with pytest.raises(TraceError, match="Give input 0 in bfloat16"):
         xray(model, torch.ones(4, 8))
 
 

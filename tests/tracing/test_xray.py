@@ -438,7 +438,7 @@ def test_a_detection_model_is_followed_to_its_end():
         ),
         (Cnn(), (), {}, TraceError, "input of no tensor.*TypeError"),
         (Cnn(), (images(), images()), {}, TraceError, r"\(2, 3, 6, 6\).*\(2, 3, 6, 6\).*TypeError"),
-        (Cnn().half(), (images(),), {}, TraceError, "give input 0 in float16"),
+        (Cnn().half(), (images(),), {}, TraceError, "Give input 0 in float16"),
         (Cnn(), ("text",), {}, TraceError, "no tensor, only a str"),
         (Cnn(), ((2, 3, 6, 6),), {}, TraceError, r"torch.empty\(2, 3, 6, 6\)"),
         (Cnn(), (images().numpy(),), {}, TraceError, "is a ndarray, not a tensor"),

@@ -200,7 +200,7 @@ class InferenceTable(ForecastTable):
             if self.tokens is not None:
                 tokens = f"{self.tokens:,} tokens"
                 yield f"The output has no KV cache, so there is no forecast for {tokens}."
-            yield "Not counted: a KV cache, and the memory of the driver."
+            yield "Not counted: a cache of keys and values, and the memory of the driver."
             return
         ways_by_sentences = columns_by_text(sentences_by_way)
         for sentences, ways in ways_by_sentences.items():
