@@ -103,9 +103,9 @@ assert held["fp32, Adafactor"]["state"] < 0.01
 # [Adafactor](https://docs.pytorch.org/docs/stable/generated/torch.optim.Adafactor.html) stores one value
 # for each row and one for each column of a matrix, and
 # [Muon](https://docs.pytorch.org/docs/stable/generated/torch.optim.Muon.html) stores one moment instead of
-# two. Activations take additional memory.
+# two.
 #
-# What do the smaller setups cost in accuracy? We test the weights first, then the state.
+# What do they cost in accuracy? We test the weights first, then the state.
 #
 # ## Weights in bf16
 #
@@ -147,7 +147,7 @@ class Adam:
 #   three tenths of the way to the next number is rounded up in three cases out of ten. On average, the
 #   result is exact. A bf16 number is the upper half of an fp32 number's bits. The code adds 16 random bits
 #   to the lower half. The larger the lower half is, the more often this carries into the upper half, which
-#   then is the next bf16 number. Finally, the lower half is set to zero.
+#   then is the next bf16 number. Then the lower half is set to zero.
 # - **Kahan summation** keeps a second bf16 number for each weight. This number stores the rounding error,
 #   which is added to the next update.
 # - **fp32 masters** are a copy of the weights in fp32. The optimizer updates this copy, then casts it to
@@ -273,11 +273,11 @@ for cured in ("bf16, stochastic", "bf16, Kahan", "bf16, masters"):
 
 # %% [markdown]
 # The figure shows how far each loss is above that of fp32 with the same seed: the mean over three seeds,
-# and bars for their range. The grey band is the range of fp32's own seeds. With rounding to nearest, the bf16 weights learn
-# far more slowly than fp32. With the three other ways they learn as fast as fp32.
+# and bars for their range. The grey band is the range of fp32's own seeds. With rounding to nearest, the
+# bf16 weights learn far more slowly than fp32. With the three other ways they learn as fast as fp32.
 #
 # AMP has fp32 masters too: the model's own weights are the masters, and autocast casts them. Each library
-# has its own names for these setups, and for the dtype in which the ranks add their gradients:
+# has its own names for these setups:
 #
 # | | fp32 masters, matmuls in bf16 | everything in bf16 | dtype of the all-reduce of gradients |
 # |---|---|---|---|
@@ -325,8 +325,7 @@ assert off[1] < 2**-8 < off[64] < off[224]
 # - DeepSpeed: [`"data_types": {"grad_accum_dtype": "fp32"}`](https://www.deepspeed.ai/docs/config-json/)
 # - FSDP2:
 #   [`reduce_dtype=torch.float32`](https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html),
-#   for the sum over ranks, and for the sum over micro-batches if you synchronise only after the last one
-#   (`set_requires_gradient_sync(False)`).
+#   for the sum over ranks, and over micro-batches if you synchronise only after the last one.
 #
 # ## State in fewer bits
 #
@@ -351,8 +350,8 @@ assert square == 1
 #
 # - *INT8*: evenly spaced numbers from -127 to 127;
 # - *E4M3*: numbers that lie closer together near zero;
-# - *no zero*: for the squares, 1 to 2^bits times a 2^bits-th of the largest value. Squares are never
-#   negative, so no bit is needed for the sign. The mean stays in INT8, or in E2M1 for four bits.
+# - *no zero*: for the squares, which are never negative: 1 to 2^bits times a 2^bits-th of the largest
+#   value. The mean stays in INT8, or in E2M1 for four bits.
 #
 # Each step computes with the new moments in fp32, then rounds them for the next step.
 
@@ -433,7 +432,7 @@ assert zeros["INT8"] > 0.1 > zeros["E4M3"] >= zeros["INT8, no zero"] == 0
 # by epsilon alone, and the update can become huge.
 #
 # E4M3 covers over five orders of magnitude, so it loses far fewer squares. The format without a zero stores
-# a small square as its smallest number, which only makes the update too small.
+# a small square as its smallest number, so the update is only too small.
 #
 # torchao's [4-bit optimizer](https://github.com/pytorch/ao/blob/main/torchao/optim/subclass_4bit.py) has
 # no zero for its squares. Its 8-bit optimizer has a zero, but [its smallest positive numbers are so
