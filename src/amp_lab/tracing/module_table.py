@@ -167,7 +167,7 @@ class ModuleTable(Printed):
             if not isinstance(depth, int) or depth < 1:
                 given = f"depth {depth!r}"
                 raise OptionError(
-                    f"depth={given}: give a whole number of 1 or more, or None for all"
+                    f"{given}: give a whole number of 1 or more, or None for all"
                 )
             rows = [row for row in rows if row.depth <= depth]
         return cls(title, depth, rows, flops, facts)
