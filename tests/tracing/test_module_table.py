@@ -166,7 +166,7 @@ def test_a_model_without_parts_is_one_row():
     assert re.match(r"Linear on cuda, autocast fp16 .*fake", lines[0])
     assert lines[-4].split() == ["total", "144"]
     assert lines[-2].startswith("144 parameters (0.6 KiB): 144 trainable, 0 frozen.")
-    assert re.match(r"Matmuls.*: 1,024 FLOP;", lines[-1])
+    assert re.match(r"Matmuls.*: 1,024 FLOP\.", lines[-1])
 
 
 def test_a_model_without_parameters_and_tensors_of_no_dimension():
