@@ -222,6 +222,8 @@ assert failure.code == "AMP0018"
 # | [Quantized or integer weights cannot be trained](../docs/quantized.md#can-i-fine-tune-a-4-bit-8-bit-or-fp8-checkpoint-directly) `AMP0283` | `` You cannot perform fine-tuning on purely quantized models. `` |
 # | [A GPTQ or AWQ model takes only fp16 activations](../docs/quantized.md#why-do-gptq-and-awq-models-ask-for-float16) `AMP0285` | `` torch.bfloat16 is not supported for quantization method `` |
 # | [A cast to 16 bits drops the imaginary part](../docs/other_models.md#does-autocast-work-with-complex-numbers-and-ffts) `AMP0279` | `` Casting complex values to real discards the imaginary part `` |
+# | [A bias in fp32 makes the output of a matmul fp32](08e_dtypes.ipynb#The-model-is-in-half-precision-but-its-input-is-fp32) `AMP0290` | a bias in fp32 turns every output back into float32 |
+# | [A layer returns fp16 inside a bf16 autocast block](02_autocast_dtypes.ipynb#Your-own-autograd-functions) `AMP0291` | a library's layer returns float16 under bfloat16 autocast |
 #
 # ### Replace ops and devices that refuse half precision
 #
@@ -289,6 +291,10 @@ assert failure.code == "AMP0018"
 # | [The PyTorch allocator's setting is deprecated or has no effect](../docs/memory_in_practice.md#pytorch_cuda_alloc_conf-or-pytorch_alloc_conf) `AMP0270` | `` PYTORCH_CUDA_ALLOC_CONF is deprecated, use PYTORCH_ALLOC_CONF instead `` |
 # | [The retry after an OutOfMemoryError also runs out of memory](../docs/memory_in_practice.md#i-catch-the-outofmemoryerror-but-the-retry-fails-too) `AMP0271` | I catch the out of memory error, but a smaller batch fails too |
 # | [Checkpointing or gradient accumulation does not lower the peak](../docs/memory_in_practice.md#checkpointing-is-on-but-the-peak-is-the-same-why) `AMP0272` | gradient checkpointing does not reduce memory |
+# | [`torch.is_autocast_enabled()` is False on the CPU](08g_speed_and_memory.ipynb#Autocast-or-the-scaler-is-switched-off) `AMP0288` | `is_autocast_enabled()` is False inside the autocast block |
+# | [Autocast writes out an expanded tensor](../docs/memory_in_practice.md#why-does-amp-not-halve-the-memory) `AMP0289` | autocast takes many times more memory for a bmm with an expanded buffer |
+# | [Fabric's precision has no effect, because the model from `setup` is not used](19_choose_your_precision.ipynb#What-other-frameworks-call-it) `AMP0292` | Fabric precision has no effect, model still runs in float32 |
+# | [Autocast without its cache keeps one cast of a weight for each use](../docs/memory_in_practice.md#why-does-inference-under-autocast-take-more-memory-than-fp32) `AMP0293` | out of memory after the upgrade to Lightning 2.6 with bf16-mixed |
 #
 # ### Repair compiled and distributed training
 #

@@ -59,7 +59,6 @@ wide, _ = make(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 512))
 # symptoms = [
 #   "autocast or the GradScaler is disabled, and training goes on in fp32",
 #   "mixed precision is ignored on the CPU or on a machine without a GPU",
-#   "`is_autocast_enabled()` is False inside the autocast block",
 #   "`scaler.get_scale()` is 1, or the scaler is not enabled",
 #   "on a Mac with mps the code falls into the cpu branch and trains in fp32",
 #   "autocast('cuda') and GradScaler('cuda') silently do nothing without CUDA",
@@ -105,7 +104,8 @@ with torch.autocast("xpu", dtype=torch.float16):  # neither a warning nor an eff
 
 # %% [markdown]
 # **Notice it earlier.** In tests, turn warnings into errors with `warnings.simplefilter("error")`, and
-# assert the dtype of one output.
+# assert the dtype of one output. Do not call `torch.is_autocast_enabled()` without a device: it asks only
+# about CUDA. Call `torch.is_autocast_enabled(x.device.type)`. <!-- tests/notebooks/test_08g_speed_and_memory.py -->
 
 # %% [markdown]
 # ## A thread runs without autocast or in another dtype
@@ -376,7 +376,8 @@ assert freed == 6  # all of them twice
 #
 # **The fix.** Use `torch.inference_mode()` or `torch.autocast(…, cache_enabled=False)`, which keep no
 # copies. A model that only runs inference needs no autocast: cast it once with `model.bfloat16()`,
-# which halves its weights ([notebook 18](18_inference_and_export.ipynb#Ways-to-run-it)).
+# which halves its weights ([notebook 18](18_inference_and_export.ipynb#Ways-to-run-it)). In training, keep the
+# cache on: without it, the backward pass keeps one cast of a weight for each use.
 #
 # **Not this.** `torch.cuda.empty_cache()` does not free the copies, because autocast still holds them.
 # It [releases only unused

@@ -358,7 +358,8 @@ assert set(rows["model.to(bfloat16)"]) == {"bfloat16"}
 # | Keras `mixed_bfloat16` | fp32 | bf16 | fp32 | fp32 | bf16 |
 # | Keras `bfloat16` | bf16 | bf16 | bf16 | bf16 | bf16 |
 #
-# accelerate and Fabric wrap the model, and the wrapper always returns *fp32*. To get 16-bit outputs from
+# accelerate and Fabric wrap the model, so call the model that they return:
+# `model, optimizer = fabric.setup(model, optimizer)`. The wrapper always returns *fp32*. To get 16-bit outputs from
 # accelerate, take the model out of the wrapper with `accelerator.unwrap_model(model,
 # keep_fp32_wrapper=False)`. Then call the model inside `with accelerator.autocast():`. On a CPU, two settings
 # do not do what their names say: Fabric's `16-mixed` computes in bf16, and accelerate's `fp16` computes in

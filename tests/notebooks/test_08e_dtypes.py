@@ -244,3 +244,37 @@ def test_a_weight_takes_a_gradient_of_its_own_dtype_or_of_the_one_it_is_told():
     weight.grad_dtype = FP32
     weight.grad = torch.ones(1)
     assert (master.grad.dtype, weight.grad.dtype) == (FP32, FP32)
+
+
+def test_a_bias_in_fp32_that_is_added_to_a_matmul_raises_its_dtype():
+    """AMP0290."""
+    x, weight, bias = (
+        torch.randn(3, 4),
+        nn.Parameter(torch.randn(4, 2)),
+        nn.Parameter(torch.ones(2)),
+    )
+    with torch.autocast("cpu", dtype=BF16):
+        y = torch.matmul(x, weight)
+        assert (y + bias).dtype is FP32
+        cast, linear = y + bias.to(y.dtype), F.linear(x, weight.T, bias)
+    assert cast.dtype is linear.dtype is BF16
+    torch.testing.assert_close(cast, linear, atol=2e-2, rtol=0)  # bf16 rounds the sum once more
+
+
+def helper(x: torch.Tensor, fixed: bool) -> torch.Tensor:
+    """As a library's layer that asks whether autocast is on."""
+    device_type = x.device.type
+    if not torch.is_autocast_enabled(device_type):
+        return x
+    return x.to(FP16 if fixed else torch.get_autocast_dtype(device_type))
+
+
+def test_a_dtype_that_is_fixed_in_a_layer_is_not_that_of_the_block():
+    """AMP0291."""
+    large = torch.full((2,), 1e5)
+    with torch.autocast("cpu", dtype=BF16):
+        assert helper(large, fixed=True).isinf().all()
+        assert helper(large, fixed=False).dtype is BF16
+        assert helper(large, fixed=False).isfinite().all()
+        with torch.autocast("cpu", enabled=False):
+            assert helper(large, fixed=True).dtype is FP32

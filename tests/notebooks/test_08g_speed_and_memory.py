@@ -270,3 +270,107 @@ def test_accelerate_refuses_fp16_on_the_cpu_only_in_the_words_that_are_quoted():
     source = inspect.getsource(accelerate)
     for message in ROWS["AMP0067"]["quoted"][1:5]:
         assert message in source
+
+
+def test_autocast_asked_without_a_device_answers_for_cuda_only():
+    """AMP0288."""
+    x = torch.ones(2, 2)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert not torch.is_autocast_enabled()
+        assert torch.is_autocast_enabled(x.device.type)
+        assert torch.get_autocast_dtype(x.device.type) is (x @ x).dtype is torch.bfloat16
+    with torch.autocast("xpu", dtype=torch.bfloat16):
+        assert not torch.is_autocast_enabled()
+        assert torch.is_autocast_enabled("xpu")
+
+
+BF16_BLOCK = partial(torch.autocast, "cpu", dtype=torch.bfloat16)
+
+
+def bytes_saved(forward) -> int:
+    """Bytes of the storages that a forward pass keeps for its backward pass."""
+    kept = {}
+
+    def pack(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor  # alive, so that no address is reused
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        forward()
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+
+
+def test_autocast_writes_out_an_expanded_tensor_unless_it_is_cast_before():
+    """AMP0289."""
+    base, x = torch.randn(100, 8), torch.randn(32, 8, requires_grad=True)
+    dtype = torch.bfloat16
+
+    def multiply(matrix, **options):
+        with BF16_BLOCK(**options):
+            return matrix.expand(32, -1, -1).bmm(x.unsqueeze(-1))
+
+    def linear():
+        with BF16_BLOCK():
+            return nn.functional.linear(x, base), x @ base.T
+
+    written = 32 * base.numel() * 2
+    assert bytes_saved(lambda: multiply(base)) >= written
+    assert bytes_saved(lambda: multiply(base, enabled=False)) < written / 10
+    assert bytes_saved(lambda: multiply(base.to(dtype))) < written / 10
+    assert bytes_saved(linear) < written / 10
+    for result in linear():
+        torch.testing.assert_close(multiply(base.to(dtype)).squeeze(-1), result)
+
+
+def repeated(layer):
+    h = torch.ones(1, 64)
+    for _ in range(20):
+        h = layer(h).tanh()
+    return h
+
+
+def nested(layer, **options):
+    with BF16_BLOCK(cache_enabled=False), BF16_BLOCK(**options):
+        return repeated(layer)
+
+
+def test_without_its_cache_autocast_keeps_a_cast_for_each_use():
+    """AMP0293."""
+    layer = nn.Linear(64, 64)
+    casts = layer.weight.numel() * 2
+
+    def uses(forward) -> int:
+        return round(bytes_saved(forward) / casts)
+
+    assert uses(lambda: nested(layer)) >= 19
+    assert uses(lambda: nested(layer, cache_enabled=True)) <= 2
+    nested(layer, cache_enabled=True).sum().backward()
+    assert layer.weight.grad.abs().sum() > 0
+
+
+def test_lightning_turns_the_cache_off():
+    """AMP0293."""
+    plugins = pytest.importorskip("lightning.pytorch.plugins.precision")
+    plugin = plugins.MixedPrecision("bf16-mixed", "cpu")
+    layer = nn.Linear(64, 64)
+    with plugin.forward_context():
+        assert not torch.is_autocast_cache_enabled()
+        assert bytes_saved(lambda: repeated(layer)) > 10 * layer.weight.numel() * 2
+        with BF16_BLOCK(cache_enabled=True):
+            assert torch.is_autocast_cache_enabled()
+
+
+def test_fabric_puts_only_the_model_that_setup_returns_under_autocast():
+    """AMP0292 and AMP0094."""
+    fabric = pytest.importorskip("lightning").Fabric(accelerator="cpu", precision="bf16-mixed")
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    dtypes, outside = [], []
+    model[0].register_forward_hook(lambda module, inputs, output: dtypes.append(output.dtype))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    returned, optimizer = fabric.setup(model, optimizer)
+    returned.register_forward_hook(lambda module, inputs, output: outside.append(output.dtype))
+    x = torch.ones(1, 2)
+    model(x)
+    returned(x)
+    assert dtypes == [torch.float32, torch.bfloat16]
+    assert outside == [torch.float32]
