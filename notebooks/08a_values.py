@@ -247,7 +247,8 @@ assert attend(v, hidden)[0].isnan().all()
 # In fp16 the scores may also have [become -inf by addition](#A-mask-value-does-not-fit-into-fp16).
 #
 # **The fix.** Use `F.scaled_dot_product_attention`, which returns 0 for such a row since torch 2.5. In
-# attention that you write yourself, unmask every fully masked row, and exclude this row from the loss.
+# attention that you write yourself, unmask every fully masked row, and exclude this row from the loss. Or fill in
+# `torch.finfo(scores.dtype).min` with `masked_fill` instead of -inf: the row then becomes an average.
 
 # %%
 ones = torch.ones(1, 2, 2)
@@ -367,7 +368,8 @@ assert rescale(h.half())[1].isnan().all()
 assert torch.tensor(1e-8).half() == 0
 
 # %% [markdown]
-# **Why.** 1e-8 rounds to zero in fp16, whose smallest number is 6e-8. So the epsilon no longer prevents a
+# **Why.** 1e-8 rounds to zero in fp16, as does every epsilon below 3e-8, such as 1e-12. fp16's smallest
+# number is 6e-8. So the epsilon no longer prevents a
 # division by zero.
 #
 # `F.normalize`, with its epsilon of 1e-12, fails in the same way on the CPU. On CUDA, autocast runs this norm in

@@ -490,6 +490,8 @@ assert torch.tensor([998, 999]).to(torch.bfloat16).tolist() == [1000, 1000]
 # %% [markdown]
 # **Why.** bf16 counts in steps of 1 up to 256, of 2 up to 512, and of 4 up to 1024. fp16 counts in steps
 # of 1 up to 2048. Larger whole numbers are rounded, so neighbouring positions become the same.
+# In fp16 the angles below 2048 are rounded too, because `inv_freq` and its product with a position are no whole
+# numbers.
 #
 # The cast comes from autocast, from the code itself (`dtype=x.dtype`), or from `model.bfloat16()`, which also
 # casts a buffer of frequencies (`inv_freq`). [Well-known

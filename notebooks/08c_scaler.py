@@ -545,6 +545,17 @@ assert "Detected call of `lr_scheduler.step()` before `optimizer.step()`." in me
 # **The fix.** Compare `scaler.get_scale()` before and after `scaler.update()`, and advance the schedule
 # only if the scale did not fall. With one optimizer, `update` lowers the scale exactly when the step
 # was skipped (unless the scale is 0 already). <!-- tests/numerics/test_scale_log.py -->
+# In Lightning, do this in `lr_scheduler_step`, which you override in your
+# `LightningModule`: <!-- tests/notebooks/test_08c_scaler.py -->
+#
+# ```python
+# def lr_scheduler_step(self, scheduler, metric):
+#     scaler = self.trainer.precision_plugin.scaler
+#     before, scale = getattr(self, "last_scale", scaler._init_scale), scaler.get_scale()
+#     if scale >= before:
+#         super().lr_scheduler_step(scheduler, metric)
+#     self.last_scale = scale
+# ```
 #
 # `get_scale()` [waits for the
 # GPU](https://docs.pytorch.org/docs/stable/amp.html#torch.amp.GradScaler.get_scale).

@@ -326,7 +326,8 @@ assert len(refusals([lambda write=write: filled(write) for write in WRITES])) ==
 
 # %% [markdown]
 # **Why.** `torch.zeros` creates an fp32 tensor even under autocast, but the values that you write into this
-# tensor are in half precision. Autocast does not cast the inputs of an op that writes into an existing
+# tensor are in half precision. The buffer can also be the output of an op, such
+# as a matmul, which returns half precision under autocast. Autocast does not cast the inputs of an op that writes into an existing
 # tensor, because autocast cannot change the dtype of that tensor.
 #
 # If the index is a number or a slice, PyTorch raises no error, because `buffer[2] = f` casts `f`.

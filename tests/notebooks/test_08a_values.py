@@ -214,3 +214,17 @@ def test_the_trainer_logs_a_loss_of_0_where_it_is_nan(tmp_path):
     assert logged()["loss"] == 0
     assert math.isnan(logged()["grad_norm"])
     assert math.isnan(logged(logging_nan_inf_filter=False)["loss"])
+
+
+def test_an_epsilon_below_3e_8_is_zero_in_fp16():
+    """AMP0005."""
+    assert torch.tensor([1e-8, 1e-12, 2.9e-8]).half().tolist() == [0, 0, 0]
+    assert torch.tensor(3.1e-8).half() > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_row_that_is_filled_with_the_least_number_becomes_an_average(dtype):
+    """AMP0110."""
+    scores = torch.tensor([[1.0, 3.0]], dtype=dtype)
+    masked = scores.masked_fill(torch.tensor([[True, True]]), torch.finfo(scores.dtype).min)
+    assert masked.softmax(-1).tolist() == [[0.5, 0.5]]

@@ -285,3 +285,11 @@ def test_the_loss_of_bf16_logits_is_bf16_without_autocast():
         assert F.cross_entropy(logits, target).dtype is torch.float32
     assert torch.tensor(4.0).bfloat16() + 2**-5 == torch.tensor(4.0 + 2**-5)
     assert torch.tensor(4.0).bfloat16() + 2**-7 == 4
+
+
+def test_an_angle_below_2048_is_rounded_in_fp16_if_it_is_no_whole_number():
+    """AMP0030."""
+    assert torch.arange(2049).half().unique().numel() == 2049
+    angles = torch.arange(2048) * 10000 ** (-2 / 64)  # the second frequency of 64 dimensions
+    assert angles.half().unique().numel() < 2048
+    assert (angles.half().float() - angles).abs().max() > 0.4

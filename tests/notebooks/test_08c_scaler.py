@@ -2,6 +2,7 @@
 
 import pickle
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
@@ -504,3 +505,54 @@ def test_the_sharded_scaler_keeps_the_dtype_of_the_loss():
     assert cpu_scaler().scale(loss) == 2**16
     assert ShardedGradScaler("cpu", process_group=None).scale(loss).isinf()
     assert ShardedGradScaler("cpu", process_group=None).scale(loss.float()) == 2**16
+
+
+# The scheduler warns that it came before the optimizer
+
+
+@pytest.mark.filterwarnings("ignore")  # of Lightning
+def test_lightning_advances_the_schedule_only_after_a_step(recwarn):
+    """AMP0014: the method of the page."""
+    lightning = pytest.importorskip("lightning")
+    precision = pytest.importorskip("lightning.pytorch.plugins.precision")
+    page = (Path(__file__).parents[2] / "notebooks" / "08c_scaler.py").read_text(encoding="utf-8")
+    lines = page.partition("# ```python\n# def lr_scheduler_step")[2].partition("# ```")[0]
+    method = "def lr_scheduler_step" + lines.replace("\n# ", "\n").rstrip("#\n")
+
+    def rates(overridden: bool) -> list[float]:
+        seen = []
+
+        class Base(lightning.LightningModule):
+            def __init__(self):
+                super().__init__()
+                self.layer = nn.Linear(2, 1)
+
+            def training_step(self, batch, batch_idx):
+                seen.append(self.trainer.optimizers[0].param_groups[0]["lr"])
+                return self.layer(batch).sum() * (1e30 if batch_idx == 0 else 1.0)
+
+            def configure_optimizers(self):
+                optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
+                scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+                return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+        names = {}
+        code = method.replace("super()", "super(type(self), self)")
+        exec(code, names)
+        changed = {"lr_scheduler_step": names["lr_scheduler_step"]} if overridden else {}
+        plugin = precision.MixedPrecision("16-mixed", "cpu", scaler=cpu_scaler())
+        trainer = lightning.Trainer(
+            accelerator="cpu",
+            max_steps=3,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            plugins=[plugin],
+        )
+        loader = torch.utils.data.DataLoader(torch.ones(3, 2), batch_size=1)
+        trainer.fit(type("Module", (Base,), changed)(), loader)
+        return seen
+
+    assert rates(overridden=False) == [1.0, 0.5, 0.25]
+    assert rates(overridden=True) == [1.0, 1.0, 0.5]

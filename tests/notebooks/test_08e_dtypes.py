@@ -278,3 +278,13 @@ def test_a_dtype_that_is_fixed_in_a_layer_is_not_that_of_the_block():
         assert helper(large, fixed=False).isfinite().all()
         with torch.autocast("cpu", enabled=False):
             assert helper(large, fixed=True).dtype is FP32
+
+
+def test_the_output_of_a_matmul_refuses_fp32_values_under_autocast():
+    """AMP0019: a buffer that is the output of an op."""
+    with torch.autocast("cpu", dtype=BF16):
+        buffer = torch.ones(2, 2) @ torch.ones(2, 2)
+        values = torch.ones(1, 2)
+        with pytest.raises(RuntimeError, match="index_add_"):
+            buffer.index_add_(0, torch.tensor([0]), values)
+        buffer.index_add_(0, torch.tensor([0]), values.to(buffer.dtype))
