@@ -362,6 +362,21 @@ def test_a_gradient_that_is_left_outside_the_model():
     assert healed(linear(), outside * 2)
 
 
+@does("nonfinite.fp16_overflow.fixed")
+def test_a_layer_that_sets_fp16_in_a_bf16_block():
+    def over_a_step(dtype_of: Callable) -> NonfiniteReport | None:
+        model = Apply(lambda x: (x @ x.mT).to(dtype_of(x)).float())
+        x = torch.full((2, 8), 300.0)
+        with find_nonfinite(model) as finder, torch.autocast("cpu", dtype=torch.bfloat16):
+            model(x).mean().backward()
+        return finder.report
+
+    advice = only(over_a_step(lambda x: HALF), "cast", "fp16_overflow.fixed")
+    code = "torch.get_autocast_dtype(x.device.type)"
+    assert code in advice
+    assert over_a_step(lambda x: eval(code, {"torch": torch, "x": x})) is None
+
+
 @does("nonfinite.buffer")
 def test_a_buffer_that_is_written_anew():
     model = linear()

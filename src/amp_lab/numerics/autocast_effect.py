@@ -3,12 +3,22 @@
 import functools
 
 import torch
+from torch import nn
 
 from amp_lab.core.backends import BACKENDS
 
 # Ops that autocast runs have other names than in its table: softmax runs _softmax.
 _PREFIXES = ("_", "native_")
 _SUFFIX = "_forward"
+
+
+def autocast_around(module: nn.Module) -> torch.dtype | None:
+    """The dtype of the autocast block that is open now for a module's device; None without one."""
+    parameter = next(module.parameters(), None)
+    device_type = "cpu" if parameter is None else parameter.device.type
+    if device_type not in BACKENDS or not torch.is_autocast_enabled(device_type):
+        return None
+    return torch.get_autocast_dtype(device_type)
 
 
 def runs_in_fp32(op: str, device_type: str) -> bool:

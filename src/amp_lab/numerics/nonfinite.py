@@ -7,14 +7,13 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim import optimizer as optimizers
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from amp_lab.core.errors import NumericsError
 from amp_lab.core.tensors import storage_key, tensors_in
+from amp_lab.numerics import op_constants
+from amp_lab.numerics.autocast_effect import autocast_around
 from amp_lab.numerics.call_sites import CallSites
 from amp_lab.numerics.call_stack import applied_loss_scale, in_backward, user_line
 from amp_lab.numerics.error_notes import add_note
@@ -28,12 +27,6 @@ from amp_lab.numerics.model_weights import (
     weights_dtype,
 )
 from amp_lab.numerics.nonfinite_report import NonfiniteReport, left_by_error
-from amp_lab.numerics.op_constants import (
-    constant_beyond,
-    divisor,
-    exponent,
-    infinite_at_zero,
-)
 from amp_lab.numerics.optimizer_step import StepWatch, bypasses_scaler
 from amp_lab.numerics.storage_notes import StorageNotes
 from amp_lab.numerics.stored_parts import is_sharded
@@ -97,6 +90,7 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
         self._divided_away: NonfiniteReport | None = None  # an inf that something was divided by
         self._bypassed = False  # whether an optimizer stepped without the scaler
         self._steps = StepWatch()
+        self._autocast: torch.dtype | None = None  # around the module that was called last
         self._watching = False  # whether ops are looked at now
 
     def __enter__(self) -> "find_nonfinite":
@@ -131,9 +125,9 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
                 gathered = watch_gathered(module, name, self._watch_gradient)
                 self._installed.callback(gathered.remove)
         self._watch_parameters()
-        before_step = register_optimizer_step_pre_hook(self._before_step)
+        before_step = optimizers.register_optimizer_step_pre_hook(self._before_step)
         self._installed.callback(before_step.remove)
-        after_step = register_optimizer_step_post_hook(self._after_step)
+        after_step = optimizers.register_optimizer_step_post_hook(self._after_step)
         self._installed.callback(after_step.remove)
         for parameter in self._model.parameters():
             if parameter.grad is not None and not is_finite(parameter.grad):
@@ -190,6 +184,7 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
         is_outermost = not self._sites.in_module and not is_recomputed
         if is_outermost:
             self._loss_scale = None
+        self._autocast = autocast_around(module)
         site = self._sites.enter(module, self._names[module], is_recomputed=is_recomputed)
         if self._watching:
             with self._unwatched():
@@ -306,7 +301,7 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
         """Note the first division by an inf that an op made: its result, 0, hides the inf."""
         if self._divided_away is not None:
             return
-        tensor = divisor(call)
+        tensor = op_constants.divisor(call)
         if tensor is None:
             return
         origin = self._origins.get(tensor)
@@ -417,9 +412,10 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
             placed=placed,
             kernel=call.name,
             name="output",
-            constant=constant_beyond(call, first_summary.dtype),
-            exponent=exponent(call),
-            eps=self._lost_eps.of(infinite_at_zero(call)),
+            constant=op_constants.constant_beyond(call, first_summary.dtype),
+            exponent=op_constants.exponent(call),
+            eps=self._lost_eps.of(op_constants.infinite_at_zero(call)),
+            autocast=self._autocast,
             **fields,
         )
 

@@ -190,6 +190,14 @@ _PART = (
     "compute this part in fp32: call part.float() on x.float(). An op without weights needs only "
     "x.float(). Cast back to fp16 only after the values are small again"
 )
+_OVERFLOW_FIXED = nonfinite_remedy(
+    "fp16_overflow.fixed",
+    "a value exceeded 65504 in fp16 inside a bf16 autocast block",
+    "{what} exceeds 65504, the largest number of fp16, although autocast uses bf16 here: this code "
+    "sets fp16 itself, as with x.half() or dtype=torch.float16. Replace this dtype by "
+    "torch.get_autocast_dtype(x.device.type)",
+    failure="AMP0291",
+)
 _OVERFLOW_CAST = nonfinite_remedy(
     "fp16_overflow.cast",
     "a value exceeded 65504 with weights in fp16, in an op that autocast leaves in fp16",
@@ -365,6 +373,8 @@ def _remedy_for_forward_op(report: NonfiniteReport) -> Remedy | None:
 def _remedy_for_fp16_overflow(report: NonfiniteReport) -> Remedy:
     """What to do about a value over 65504 in fp16."""
     if report.weights is not torch.float16:
+        if report.autocast is torch.bfloat16 and report.phase == "forward":
+            return _OVERFLOW_FIXED
         return _OVERFLOW_AUTOCAST
     if report.phase == "backward":
         return _OVERFLOW_GRADIENT

@@ -32,6 +32,7 @@ class NonfiniteReport:
     inputs: tuple[TensorSummary, ...] = ()  # inputs of the op that were not overwritten
     weights: torch.dtype | None = None  # dtype of the module's weights, or of the model's
     half_weights: bool = False  # whether trained weights are fp16
+    autocast: torch.dtype | None = None  # of the block around the module
     constant: float | None = None  # constant in the code that is out of range of the result's dtype
     exponent: float | None = None  # constant exponent of `kernel`, if there is one
     eps: float | None = None  # eps that was added to an input, and is 0 in the input's dtype
