@@ -341,6 +341,22 @@ def test_a_checkpoint_that_keeps_the_dtype_of_autocast():
     assert run(head + right)["dtypes"] == [torch.float16, torch.float16]
 
 
+@does("migrate.asked_without_device")
+def test_a_question_about_autocast_names_its_device():
+    code = """import torch
+device_type = "cpu"
+with torch.autocast(device_type, dtype=torch.bfloat16):
+    enabled = torch.is_autocast_enabled()
+"""
+    said = found(code)
+    assert says("migrate.asked_without_device", said)
+    right = code.replace("is_autocast_enabled()", "is_autocast_enabled(device_type)")
+    assert "call torch.is_autocast_enabled(device_type)" in said
+    assert not says("migrate.asked_without_device", found(right))
+    assert run(code)["enabled"] is False
+    assert run(right)["enabled"] is True
+
+
 # Optimizers of two passes
 
 
