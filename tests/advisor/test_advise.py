@@ -344,7 +344,7 @@ def test_as_json_and_as_one_page(planted, tmp_path):
     ("call", "error", "said"),
     [
         (lambda: advise(mlp(), torch.randn(8, 15), device="cpu"), TraceError, "fails on input"),
-        (lambda: advise(mlp, torch.randn(8, 16), device="cpu"), TraceError, "is no model"),
+        (lambda: advise(mlp, torch.randn(8, 16), device="cpu"), TraceError, "is not a model"),
         (lambda: advise(mlp(), torch.randn(8, 16), device="gpu"), DeviceError, "torch calls"),
         (
             lambda: advise(mlp(), torch.randn(8, 16), device="cpu", loss_fn=lambda out: out),

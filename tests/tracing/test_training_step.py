@@ -117,7 +117,8 @@ def test_a_step_with_quantised_state_takes_what_inductor_allocates(name):
     assert work == pytest.approx(max(itertools.accumulate(changes)), rel=0.05)
 
 
-def test_the_help_the_page_and_the_error_name_every_optimizer(capsys):
+def test_the_help_the_page_and_the_error_name_every_optimizer(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")  # argparse breaks a line at a hyphen
     with pytest.raises(SystemExit):
         main(["memory", "--help"])
     help_text = " ".join(capsys.readouterr().out.split())

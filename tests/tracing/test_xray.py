@@ -443,7 +443,7 @@ def test_a_detection_model_is_followed_to_its_end():
         (Cnn(), ((2, 3, 6, 6),), {}, TraceError, r"torch.empty\(2, 3, 6, 6\)"),
         (Cnn(), (images().numpy(),), {}, TraceError, "is a ndarray, not a tensor"),
         (Cnn, (images(),), {}, TraceError, "Cnn is not a model"),
-        (len, (images(),), {}, TraceError, "is no model"),
+        (len, (images(),), {}, TraceError, "is not a model"),
         (Cnn(), (images(),), {"device_type": "tpu"}, DeviceError, "'tpu'"),
         (Cnn(), (images(),), {"device_type": "xpu", "real": True}, DeviceError, "xpu"),
         (Cnn(), (images(),), {"dtype": torch.float64}, DeviceError, "float64"),

@@ -42,7 +42,7 @@ def parse_bytes(text: str | int) -> int:
     - less than one byte, or more than 2^62 bytes;
     - less than 1 MiB in a text without a unit.
     """
-    if isinstance(text, str) and text.strip().isdecimal() and int(text) < 2**20:
+    if isinstance(text, str) and text.strip().isdecimal() and 0 < int(text) < 2**20:
         raise TraceError(f"memory {text!r} means {text} bytes: add a unit, as in {text}GiB")
     count = _count_of_bytes(str(text))
     if count is None:
