@@ -194,7 +194,7 @@ _OVERFLOW_FIXED = nonfinite_remedy(
     "fp16_overflow.fixed",
     "a value exceeded 65504 in fp16 inside a bf16 autocast block",
     "{what} exceeds 65504, the largest number of fp16, although autocast uses bf16 here: this code "
-    "sets fp16 itself, as with x.half() or dtype=torch.float16. Replace this dtype by "
+    "sets fp16 itself, as with dtype=torch.float16. Replace this dtype by "
     "torch.get_autocast_dtype(x.device.type)",
     failure="AMP0291",
 )
