@@ -147,3 +147,15 @@ def test_a_program_made_at_random_with_other_things_of_these_names_is_never_chan
     text = random_program(random.Random(seed))
     text = re.sub(r"\btorch\b(?=\.)", "touch", text)  # an unbound torch is torch
     assert migrate_source(text)[0] == text
+
+
+def test_a_global_name_is_not_that_of_a_function_around():
+    old = """from torch.cuda.amp import GradScaler
+
+def outer():
+    GradScaler = None
+    def inner():
+        global GradScaler
+        return GradScaler()
+"""
+    assert 'return GradScaler("cuda")' in migrate_source(old)[0]

@@ -370,9 +370,10 @@ def _activation(z, scale, shift):
 
 
 def _head(z, scale, shift, weight, bias, target, factor):
-    """The sum of squared errors of the last layer, and dy (B,), which is error * factor.
+    """The sum of squared errors of the last layer, and dy (B,), the gradient of their mean.
 
-    `weight` (C,) and `bias` (1,) are those of the last layer.
+    `weight` (C,) and `bias` (1,) are those of the last layer. `factor` is 2 divided by the number
+    of pixels.
     """
     a = torch.relu(z.float() * scale + shift)
     product = (a * weight).sum(1)  # (B,)

@@ -80,8 +80,7 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
         self._names: dict[nn.Module, str] = {}  # of the modules in the model
         self._sites = CallSites()
         # The origin of each inf or NaN, by the storage that holds it now: a report on the op that
-        # made it, of which only the first that matters is shown. An origin is `placed` if the code
-        # wrote the value on purpose, as a mask of -inf.
+        # made it. It is `placed` if the code wrote the value on purpose, as a mask of -inf.
         self._origins = StorageNotes[NonfiniteReport]()
         self._all_origins: list[NonfiniteReport] = []  # in the order in which they were found
         self._watched: set[str] = set()  # names of parameters whose gradients are watched
@@ -305,10 +304,11 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
         if tensor is None:
             return
         origin = self._origins.get(tensor)
-        if origin is None or origin.placed or origin.phase == "before":
+        if origin is None or origin.placed or origin.phase == "before":  # no op made the inf
             return
         # An in-place op such as reciprocal_ has overwritten the divisor with its finite result.
         is_overwritten = tensor is call.args[0] and call.name.endswith("_")
+        # An origin belongs to the whole storage, of which the divisor may be a finite part.
         if is_overwritten or not is_finite(tensor):
             self._divided_away = origin
 

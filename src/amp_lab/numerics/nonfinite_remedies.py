@@ -190,7 +190,7 @@ _PART = (
     "compute this part in fp32: call part.float() on x.float(). An op without weights needs only "
     "x.float(). Cast back to fp16 only after the values are small again"
 )
-_OVERFLOW_FIXED = nonfinite_remedy(
+_OVERFLOW_HARDCODED_FP16 = nonfinite_remedy(
     "fp16_overflow.fixed",
     "a value exceeded 65504 in fp16 inside a bf16 autocast block",
     "{what} exceeds 65504, the largest number of fp16, although autocast uses bf16 here: this code "
@@ -198,7 +198,7 @@ _OVERFLOW_FIXED = nonfinite_remedy(
     "torch.get_autocast_dtype(x.device.type)",
     failure="AMP0291",
 )
-_OVERFLOW_CAST = nonfinite_remedy(
+_OVERFLOW_FP16_OP = nonfinite_remedy(
     "fp16_overflow.cast",
     "a value exceeded 65504 with weights in fp16, in an op that autocast leaves in fp16",
     f"{_IN_BF16}. Or {_PART}. Autocast to fp16 does not help: {{autocast}}.",
@@ -373,14 +373,15 @@ def _remedy_for_forward_op(report: NonfiniteReport) -> Remedy | None:
 def _remedy_for_fp16_overflow(report: NonfiniteReport) -> Remedy:
     """What to do about a value over 65504 in fp16."""
     if report.weights is not torch.float16:
+        # Autocast to bf16 makes no fp16 values, so the user's code casts to fp16 itself.
         if report.autocast is torch.bfloat16 and report.phase == "forward":
-            return _OVERFLOW_FIXED
+            return _OVERFLOW_HARDCODED_FP16
         return _OVERFLOW_AUTOCAST
     if report.phase == "backward":
         return _OVERFLOW_GRADIENT
     if runs_in_fp32(report.op or "", report.value.device_type):
         return _OVERFLOW_FP32_OP
-    return _OVERFLOW_CAST
+    return _OVERFLOW_FP16_OP
 
 
 def _op_starts_with(report: NonfiniteReport, *starts: str) -> bool:

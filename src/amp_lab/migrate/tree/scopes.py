@@ -61,6 +61,9 @@ class Scope:
         for scope in self.enclosing_scopes():
             # Functions inside a class do not see the names of its body.
             is_visible = scope is self or scope.kind != "class"
+            if is_visible and name in scope.outer_names:
+                owner = scope.outer_names[name]
+                return owner if name in owner.bindings else None
             if is_visible and name in scope.bindings:
                 return scope
         return None
