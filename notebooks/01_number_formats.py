@@ -153,7 +153,8 @@ _ = figures.range_and_spacing(pictured)
 # The exact result of a cast, an addition or a multiplication often falls between two numbers of the
 # format. It is then rounded to the nearer one. A result exactly in the middle is a *tie*, which goes to
 # the number whose last bit is 0 (*round to nearest, ties to even*). From 2048 to 4096 fp16 has only the
-# even numbers, so every odd number is a tie. We round some of them, and add three numbers in two orders.
+# even numbers, so every odd number is a tie. We round the integers from 2048 to 2056 to fp16. Then we add 2048, 1 and 1
+# in two orders. Will both orders give the same sum?
 
 # %%
 numbers = torch.arange(2048.0, 2057)

@@ -608,8 +608,8 @@ assert 0.1 < (stored.float() == 0).float().mean() < 0.2
 # 2.15](https://github.com/pytorch/pytorch/pull/178817).
 #
 # **The fix.** Use a library that stores a scale with each FP8 weight, such as torchao. To scale by hand, divide
-# by `weight.abs().max() / 448` before the cast. Before you compute, cast back to the dtype of the input and
-# multiply by this scale.
+# the weight by `scale = weight.abs().max() / 448` before the cast. Before the matmul, cast the weight back to
+# the dtype of the input and multiply it by `scale`.
 
 
 # %%

@@ -129,7 +129,7 @@ assert torch.equal(e2m1, ELEMENTS["e2m1"].round(some))
 #
 # We measure the error as the *signal to quantisation noise ratio* (SQNR) in decibels: 20 dB is an error
 # of 10 %, 40 dB of 1 %. We round two tensors with normally distributed values. In the second, one column
-# is a million times as large. Real activations have such *outlier channels*, but less extreme. Before you
+# is a million times as large. Real activations also have columns of large values, called *outlier channels*, but less extreme ones. Before you
 # run this: in which formats will the other columns suffer?
 
 

@@ -142,7 +142,7 @@ print("T4, a model trained in bf16:", choose(turing, "infer", trained_in="bf16")
 # | GTX 16 | fp16 gives NaN in some models ([report](https://github.com/pytorch/pytorch/issues/58123), [another report](https://github.com/pytorch/pytorch/issues/77955)) | use fp32 |
 # | V100, GTX 10 | PyTorch 2.14 for CUDA 12.6 is [the last version with kernels for these GPUs](https://github.com/pytorch/pytorch/issues/190385) | install this version |
 # | V100, T4, RTX 20 | these GPUs [emulate bf16 and have no TF32](../docs/hardware.md#t4-v100-and-rtx-20) | use fp16 |
-# | RTX 30, RTX 40 | [data sheets give two rates for fp16](https://images.nvidia.com/aem-dam/Solutions/geforce/ada/nvidia-ada-gpu-architecture.pdf); with sums in fp32, as in PyTorch, matmuls run at half of the higher rate | expect the lower rate |
+# | RTX 30, RTX 40 | [data sheets give two rates for fp16](https://images.nvidia.com/aem-dam/Solutions/geforce/ada/nvidia-ada-gpu-architecture.pdf). The higher rate is for sums in fp16. PyTorch adds in fp32, at half of this rate | expect the lower rate |
 # | MI210, MI250 | 16-bit matmuls treat subnormals as 0, so PyTorch [casts fp16 inputs to bf16 in backward matmuls](https://docs.pytorch.org/docs/stable/notes/numerical_accuracy.html) | use bf16 |
 # | MI300 | its FP8 is *fnuz*: the same bits stand for half the value that they have on other GPUs | see [notebook 15](15_below_16_bits.ipynb) |
 # | Arc A | `GradScaler` needs float64, which Arc A lacks ([Arc B has float64](https://github.com/pytorch/pytorch/issues/147731)) | use bf16; PyTorch calls the device `xpu` |

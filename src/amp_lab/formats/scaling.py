@@ -37,7 +37,7 @@ class Format:
     which clips nothing), ``floor`` (OCP's rounding), ``ceil`` or ``even``. The scale is computed
     from the largest magnitude of the block.
 
-    The other fields describe the support in GPUs and libraries:
+    The other fields say which GPUs and libraries support the format, and how `rehearse` uses it:
 
     - `matmul` is the name of the format in the `matmuls` of GPUs (see `core.gpus`).
     - `torchao` is the name of torchao's recipe. Forecasts of times and the code for torchao need

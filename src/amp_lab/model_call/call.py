@@ -30,7 +30,7 @@ class ModelCall:
         return self.model(*self.args, **self.kwargs)
 
     def result(self) -> Any:
-        """The loss; the output if there is no loss."""
+        """Return the loss, or the output if there is no loss function."""
         output = self.output()
         if self.loss_fn is None:
             return output

@@ -103,10 +103,10 @@ def _with_decisions(
             advice = _working_remedy(trace, call, verb, for_real, values_needed)
             if isinstance(error, NoValues):
                 advice = f"{_BUILD_ON_CPU.text}; or {advice}"
-            raise type(error)(f"{values_needed}, and {error}: {advice}") from error
+            raise type(error)(f"{values_needed}, but {error}: {advice}") from error
     advice = _working_remedy(trace, call, verb, for_real, values_needed)
     raise TraceError(
-        f"{values_needed}, and fake tensors have no values: {advice}"
+        f"{values_needed}, but fake tensors have no values: {advice}"
     ) from values_needed
 
 

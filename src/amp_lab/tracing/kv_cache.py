@@ -340,7 +340,9 @@ def _growth_remarks(counts: list[int | None], passes: str) -> list[str]:
     remarks = [f"The size per token is the difference between passes with {passes}."]
     fixed_count = counts.count(0)
     if fixed_count:
-        remarks.append(f"{fixed_count} of the {len(counts)} tensors of the cache do not grow.")
+        remarks.append(
+            f"{fixed_count} of the {len(counts)} cache tensors do not grow with the tokens."
+        )
     return remarks
 
 

@@ -166,7 +166,7 @@ class ModuleTable(Printed):
         if depth is not None:
             if not isinstance(depth, int) or depth < 1:
                 given = f"depth {depth!r}"
-                raise OptionError(f"{given}: give a whole number of 1 or more, or None for all")
+                raise OptionError(f"{given}: give an integer of at least 1, or None for all levels")
             rows = [row for row in rows if row.depth <= depth]
         return cls(title, depth, rows, flops, facts)
 

@@ -64,7 +64,7 @@ def load_dataset(
     _require_known(name)
     row = DATASETS[name]
     if row.is_text and image_size is not None:
-        raise DataError(f"{name} is a text: leave out image_size")
+        raise DataError(f"{name} is a text and has no image size: leave out image_size")
     if image_size is None:
         image_size = row.image_size
     if seed < 0:
