@@ -18,7 +18,7 @@
 # **What you'll learn.**
 # - what the levels O0 to O3 did to weights, activations, gradients and optimizer, and to memory;
 # - how to translate an old training loop line by line;
-# - which defaults differ between the old and the new names, without a warning;
+# - which defaults and argument positions changed, without a warning;
 # - what an Apex checkpoint contains, and what is missing.
 #
 # **What you need.** [Notebook 02](02_autocast_dtypes.ipynb) for autocast and [notebook
@@ -98,10 +98,10 @@ assert torch.equal(today, as_apex_did)
 #
 # | | O0 | O1 | O2 | O3 |
 # |---|---|---|---|---|
-# | model and inputs cast to | fp32 | | fp16 | fp16 |
-# | functions of torch cast their inputs | | yes | | |
-# | batch norm stays in fp32 | | | yes | no |
-# | the optimizer has fp32 master weights | | | yes | no |
+# | model and inputs cast to | fp32 | no cast | fp16 | fp16 |
+# | functions of torch cast their inputs | no | yes | no | no |
+# | batch norm stays in fp32 | yes | yes | yes | no |
+# | the optimizer updates fp32 weights | yes | yes | yes, as master weights | no |
 # | loss scale | 1 | dynamic | dynamic | 1 |
 #
 # - **Patched functions** (O1): functions that multiply matrices cast their inputs to fp16. Functions
@@ -164,8 +164,8 @@ assert table["O0"] == table["fp32 today"]
 #
 # Today O0 is a loop with autocast and scaler disabled. O1 is `torch.autocast` with
 # `dtype=torch.float16` and a `GradScaler`. We compare the losses of all steps. On a CPU the losses must
-# be equal to the last bit. A GPU may compute a sum in another order, so there we allow four roundings
-# of fp16, which is 2^-9 [*(not yet seen on a GPU)*](../data/results/README.md "apex-o1").
+# be equal to the last bit. A GPU may compute a sum in another order, so there we allow 2^-9, four
+# roundings of fp16 [*(not yet seen on a GPU)*](../data/results/README.md "apex-o1").
 
 # %%
 SAME = 0 if device.type == "cpu" else 2**-9
@@ -194,8 +194,8 @@ assert runs["autocast"].losses != runs["O2"].losses
 
 # %% [markdown]
 # The losses are close, but not equal. Apex made the master weights *after* it had cast the model to
-# fp16, so they start with only 11 significant bits. O2 also had no list of ops. A softmax inside the
-# model ran in fp16, but autocast on CUDA [runs it in
+# fp16, so they start with only 11 significant bits. A network with a softmax shows a
+# second difference: O2 had no list of ops, so it ran the softmax in fp16. Autocast on CUDA [runs it in
 # fp32](https://docs.pytorch.org/docs/stable/amp.html#cuda-ops-that-can-autocast-to-float32).
 #
 # ### O3: everything in fp16
@@ -204,8 +204,8 @@ assert runs["autocast"].losses != runs["O2"].losses
 # ["establishing a performance ceiling"](https://github.com/NVIDIA/apex/blob/e13873debc4699d39c6861074b9a3b2a02327f92/apex/amp/frontend.py).
 # O3 has two problems. Small weight updates are rounded away ([notebook
 # 16](16_low_precision_state.ipynb)). And Adam divides by the root of an average of squared gradients,
-# plus 1e-8. For a gradient of 0.0005 both terms are zero in fp16, so Adam divides by zero, unless it is
-# fused:
+# plus 1e-8. For a gradient of 0.0005, the square and 1e-8 both round to zero in fp16, so Adam divides by
+# zero. (Fused Adam does not, because it computes in fp32.)
 
 # %%
 assert 0.001 * torch.tensor(5e-4).half() ** 2 == 0 == torch.tensor(1e-8).half()
@@ -278,7 +278,7 @@ torch.testing.assert_close(ours, theirs, rtol=SAME, atol=SAME)
 # |---|---|
 # | `delay_unscale=True`, to accumulate | `scale(loss).backward()` for each micro-batch, then one `step` |
 # | `num_losses=2`, `loss_id=1` | one scaler for all losses; with several optimizers, a `step` for each, then one `update` |
-# | `loss_scale=128.0` | `init_scale=128.0`, and `scaler.update(128.0)` instead of `update()`; unlike in Apex, an overflow then skips the step |
+# | `loss_scale=128.0` | `init_scale=128.0`, and `scaler.update(128.0)` instead of `update()`; an overflow skips the step, which Apex did not do |
 # | `min_loss_scale`, `max_loss_scale` | `scaler.update(float(limit))` after `update()` if `get_scale()` is beyond the limit |
 # | `keep_batchnorm_fp32` | not needed: weights and statistics of batch norm stay fp32 |
 # | `cast_model_outputs` | `.float()` on the output, after the autocast block |
@@ -317,7 +317,7 @@ print(f"old {names[old]}, renamed {names[renamed]}, written out {names[written_o
 assert (old, renamed, written_out) == (bf16, fp16, bf16)
 
 # %% [markdown]
-# If you only rename the class, the block computes in fp16 instead of bf16. So always pass `dtype`.
+# Inside this outer fp16 block, the renamed class computes in fp16 instead of bf16. So always pass `dtype`.
 #
 # **The order of arguments.** [The device now comes
 # first](https://docs.pytorch.org/docs/stable/amp.html), and `dtype` comes before `enabled`:
@@ -347,7 +347,7 @@ assert (asked.get_scale(), got.get_scale()) == (1024, 65536)
 # `amp-lab migrate PATH` rewrites old names of torch in files and notebooks. The new code behaves like the
 # old code. The tool also rewrites Apex names that have an exact equivalent in torch. It does not change
 # magics or code that chooses between versions. It reports what you have to change by hand, and mistakes
-# that it can prove. <!-- tests/migrate/test_apex.py, tests/migrate/test_magics.py, tests/migrate/test_files.py, tests/migrate/test_mistakes.py -->
+# that are certain from the code alone. <!-- tests/migrate/test_apex.py, tests/migrate/test_magics.py, tests/migrate/test_files.py, tests/migrate/test_mistakes.py -->
 #
 # This part of an old program runs in fp16 on a GPU and in bf16 on a CPU. It contains both traps:
 
@@ -445,7 +445,7 @@ assert scaler_state(state).keys() == torch.amp.GradScaler("cpu").state_dict().ke
 
 # %% [markdown]
 # Now we resume. `load_state_dict` copies the values *into* the model's fp32 parameters. The optimizer's
-# state needs no change, because it is numbered in the order of the groups and was fp32 at O1 and O2.
+# state needs no change: its entries are numbered in the order of the parameters, and were fp32 at O1 and O2.
 
 
 # %%
@@ -490,9 +490,10 @@ folder.cleanup()
 #   cross-entropy, so pass `logits.float()`.
 # - O2 is close to O1, but stores the weights twice. With Adam it takes 20 bytes per parameter; autocast
 #   takes 16.
-# - O3 is `model.half()`. It loses small updates, and our second loss was NaN.
-# - In the loop, `scale_loss` becomes `scale(loss).backward()`. You now write out what Apex did at the end
-#   of its block: `unscale_` before clipping, then `step` and `update`.
+# - O3 is `model.half()`. It loses small updates; our second loss was NaN.
+# - In the loop, `scale_loss` becomes `scale(loss).backward()`, and `optimizer.step()` becomes
+#   `scaler.step(optimizer)`. Write out what Apex did at the end of its block: `unscale_` before clipping,
+#   and `update` after the step.
 # - When you move from `torch.cuda.amp`, pass the dtype, and the device before other positional
 #   arguments. `amp-lab migrate` does this for you.
 # - An Apex checkpoint stores the loss scale under other names. At O2 it often has no master weights. With
@@ -599,7 +600,7 @@ exercises.check_limits(update_within)
 #
 # ### 4. Two losses, two optimizers
 #
-# With Apex, a GAN used `num_losses=2`. Complete its step with a single scaler: run backward for both
+# With Apex, this GAN used `num_losses=2`. Complete its step with a single scaler: run backward for both
 # losses, step both optimizers, and update the scale once.
 
 

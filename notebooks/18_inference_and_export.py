@@ -68,8 +68,8 @@ print(f"{changed} of {len(tests)} decisions changed")
 assert changed < 0.02 * len(tests)
 
 # %% [markdown]
-# Hardly any decisions change. So to judge a precision for inference, count decisions (or whatever your
-# users see), not digits.
+# Hardly any decisions change. So to judge a precision for inference, count the decisions that change (or
+# whatever your users see), not the decimal places of the logits.
 #
 # ## Ways to run it
 #
@@ -80,7 +80,7 @@ assert changed < 0.02 * len(tests)
 #   sensitive parts yourself. Use it for a model that only runs inference.
 # - **Compile** either of them, to fuse the small ops between the matmuls.
 #
-# We run all of them, and compare their outputs with fp32's:
+# We run the first two and compiled versions of fp32 and of cast once, and compare their outputs with fp32's:
 
 
 # %%
@@ -139,8 +139,8 @@ for batch in (1, 256):
 #
 # ## Which decisions change?
 #
-# The *gap* is the difference between the logits of the two best classes. A decision can change only if bf16
-# changes the gap by at least the size of the gap. For each image we compare the gap with this change:
+# The *gap* is the difference between the logits of the two best classes. The second class can
+# overtake the first only if bf16 changes the gap by at least the size of the gap. For each image we compare the gap with this change:
 
 # %% tags=["nbval-ignore-output"]
 best = in_fp32.topk(2, dim=1)
@@ -181,8 +181,8 @@ assert refused
 
 # %% [markdown]
 # **Outputs**: cast them to fp32 with `.float()` before you compare, sort or add them. Here we search for the
-# most similar other image, by the features before the last layer. Before you run this: how often does bf16
-# find another one?
+# nearest neighbour of each image, by the features before the last layer. Before you run this: how often
+# will bf16 find a different neighbour from fp32?
 
 
 # %%
@@ -206,8 +206,8 @@ with torch.inference_mode():
 assert other["in bf16"] > 2 * other["bf16 features, in fp32"] > 0
 
 # %% [markdown]
-# Just below 1, bf16 numbers are 1/256 apart, so many searches end in a tie. Comparing in fp32 removes the
-# ties. Some searches still find another image, because the features themselves were rounded. If that matters
+# The best similarities are just below 1, where bf16 numbers are 1/256 apart, so many searches end in a tie. Comparing in fp32 removes the
+# ties. Some searches still find a different neighbour, because the features themselves were rounded. If that matters
 # to you, keep the features in fp32.
 #
 # **Weights**: if you change them for inference, change them in fp32 and cast afterwards. An example is
@@ -246,9 +246,10 @@ for call, count in compilations.items():
 assert list(compilations.values()) == [1, 2, 2, 3, 4, 5]
 
 # %% [markdown]
-# The second batch size causes one more compilation, for any size from 2 on. A batch of 1, autocast and
+# The second batch size causes one more compilation, whose code then fits every size from 2 on. A batch of 1, autocast and
 # gradients each cause another compilation. A service that receives all these cases compiles once for each
-# case. To avoid this, use only one case, and run it before the first request. `torch._dynamo.mark_dynamic`
+# case. To avoid this, always use the same gradient mode and autocast state, pad a single request to two, and
+# make one call before the first request. `torch._dynamo.mark_dynamic`
 # marks a size as changing, which saves the second compilation.
 # `torch.compiler.set_stance("fail_on_recompile")` turns another compilation into an
 # error. <!-- tests/notebooks/test_18_inference_and_export.py -->
@@ -278,9 +279,10 @@ for name, function in {"eager": scaled_sum, "compiled": torch.compile(scaled_sum
 assert off["compiled"] <= off["eager"]
 
 # %% [markdown]
-# With `torch._inductor.config.emulate_precision_casts` a compiled kernel rounds where eager mode does. This
+# In torch 2.15, `options={"numerics": "strict"}` makes a compiled kernel round where eager mode does
+# ([more](../docs/compile_and_kernels.md#how-do-i-make-torchcompile-give-the-same-bits-as-eager-mode)). This
 # does not guarantee the same bits for a whole model, because the compiler also rewrites ops.
-# <!-- tests/notebooks/test_18_inference_and_export.py -->
+# <!-- tests/answers/test_compile_and_kernels.py -->
 #
 # ## Export
 #
@@ -298,7 +300,8 @@ assert program.module()(x).dtype is torch.float32
 # %% [markdown]
 # The graph does not keep autocast: you expect a bf16 program, but it computes in fp32. Two other cases:
 #
-# - The graph keeps autocast inside `forward`, for one type of device. The file still holds fp32 weights.
+# - If `forward` contains the autocast block, the graph keeps it for the device type that it names. The
+#   weights in the file are still fp32.
 # - `torch.onnx.export` inside an autocast block keeps the casts. But ONNX Runtime's CPU backend refuses the
 #   file, because it lacks operators in bf16.
 #
@@ -340,7 +343,7 @@ else:
 
 # %% [markdown]
 # The older exporter (`dynamo=False`) may write an `arange` in fp16, which ONNX Runtime refuses. The new
-# exporter casts it. <!-- tests/notebooks/test_18_inference_and_export.py -->
+# exporter writes it in another dtype and casts the result. <!-- tests/notebooks/test_18_inference_and_export.py -->
 #
 # For a run of `amp-lab train`, one command exports the model: `amp-lab export runs/x model.onnx
 # --dtype fp16` (or `.pt2`, `.safetensors`). It casts a copy, reports what the cast changed, and compares
@@ -380,9 +383,9 @@ assert far["fp8-rowwise"] < far["nvfp4"]
 # - `quantize_(model, Int8WeightOnlyConfig())`, or `Float8WeightOnlyConfig()`, stores them in eight bits.
 # - `Float8DynamicActivationFloat8WeightConfig()` also casts the activations, for a matmul in FP8. It
 #   needs a GPU with FP8, and skips layers whose sizes are not multiples of 16.
-# - Four bits need more care: [GPTQ](https://arxiv.org/abs/2210.17323) and
-#   [AWQ](https://arxiv.org/abs/2306.00978) round each weight by its effect on real inputs. For bitsandbytes
-#   set
+# - Four bits need more care. [GPTQ](https://arxiv.org/abs/2210.17323) corrects the other weights after it
+#   rounds one, and [AWQ](https://arxiv.org/abs/2306.00978) first scales up the channels that matter most. Both
+#   use real inputs for this. For bitsandbytes set
 #   [`bnb_4bit_compute_dtype=torch.bfloat16`](https://huggingface.co/docs/transformers/quantization/bitsandbytes),
 #   because its default is fp32.
 #
@@ -390,7 +393,7 @@ assert far["fp8-rowwise"] < far["nvfp4"]
 #
 # ## Summary
 #
-# - Count decisions, not digits, and look at the gap between the two best classes.
+# - Count changed decisions, not decimal places, and look at the gap between the two best classes.
 # - For inference, change the weights in fp32, and then cast them once. Cast the inputs too, and compare and
 #   sum the outputs in fp32.
 # - `torch.compile` compiles again for another kind of batch, autocast state or gradient mode. Compiled bf16
@@ -440,7 +443,7 @@ exercises.check_gibibytes(gibibytes)
 #
 # ### 2. Count the decisions that changed
 #
-# Complete the function. It gets `logits` in any dtype and `reference` in fp32, and returns the share of rows
+# Complete the function. It gets `reference` in fp32 and `logits` in any dtype, and returns the share of rows
 # in which their largest values are in different columns.
 
 

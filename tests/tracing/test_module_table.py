@@ -186,7 +186,7 @@ def test_the_depth_says_how_far_down_the_rows_go():
         for row in found.by_module(depth).rows:
             assert len(row.name.split(".")) <= depth
     for wrong in (0, -1, "2", 1.5):
-        with pytest.raises(OptionError, match=rf"^depth {wrong!r}: .*1 or more"):
+        with pytest.raises(OptionError, match=rf"^depth {wrong!r}: .*at least 1"):
             found.by_module(wrong)
 
 

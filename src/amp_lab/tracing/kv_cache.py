@@ -341,7 +341,8 @@ def _growth_remarks(counts: list[int | None], passes: str) -> list[str]:
     fixed_count = counts.count(0)
     if fixed_count:
         remarks.append(
-            f"{fixed_count} of the {len(counts)} cache tensors do not grow with the tokens."
+            f"{fixed_count} of the {len(counts)} tensors in the cache do not grow with the number "
+            "of tokens."
         )
     return remarks
 

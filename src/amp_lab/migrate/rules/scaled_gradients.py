@@ -49,7 +49,7 @@ _STEPPED_TWICE = remedy(
 )
 _STEPPED_IN_BOTH = remedy(
     "migrate.stepped_in_both",
-    "an optimizer steps after two branches, in one of which its scaler has stepped it",
+    "optimizer.step() follows an if/else, and one branch already calls scaler.step(optimizer)",
     "{scaler}.step({optimizer}) already steps the optimizer in its branch: move "
     "{optimizer}.step() into the branch without the scaler",
     failure="AMP0131",
