@@ -174,7 +174,7 @@ check_close(runs["autocast"], runs["O1"], SAME)
 assert runs["O1"].scale == 2.0**13  # three steps skipped, in both
 
 # %% [markdown]
-# Both pairs agree. In the second pair, three skipped steps lowered the scale from 65536 to 8192.
+# Both pairs agree. In the second, three skipped steps lowered the scale to 8192.
 #
 # Apex and autocast have different lists of ops. One difference matters for classifiers. Apex ran
 # `cross_entropy` in
@@ -345,7 +345,7 @@ assert (asked.get_scale(), got.get_scale()) == (1024, 65536)
 # ### Let a tool do it
 #
 # `amp-lab migrate PATH` rewrites old names of torch in files and notebooks. The new code behaves like the
-# old code. The tool also rewrites Apex names that have an exact equivalent in torch. It does not change
+# old code. It also rewrites Apex names that have an exact equivalent in torch. It does not change
 # magics or code that chooses between versions. It reports what you have to change by hand, and mistakes
 # that are certain from the code alone. <!-- tests/migrate/test_apex.py, tests/migrate/test_magics.py, tests/migrate/test_files.py, tests/migrate/test_mistakes.py -->
 #

@@ -156,7 +156,7 @@ QUICKLY = ["--device", "cpu", "--minutes", "0.05"]
         (["rehearse", "my_models:TwoTower", *INPUTS], "TwoTower, rehearsed on cpu"),
         (
             ["advise", "my_models.py:TwoTower", *INPUTS, *QUICKLY],
-            "\nThe lines to write for training ",
+            "\nThe code for training ",
         ),
         (["doctor", "--device", "cpu"], "\nUse "),
         (["ops", "--device", "mps"], "scaled_dot_product_attention"),

@@ -362,7 +362,7 @@ def test_half_does_not_change_quantized_weights():
     quantization = pytest.importorskip("torchao.quantization", reason="torchao is not installed")
     model = nn.Sequential(nn.Linear(64, 64))
     names = {"torch": torch, "model": model} | vars(quantization)
-    exec(program("Can I call .half() or .to(dtype) on a quantized model?"), names)
+    exec(program("Can I call `.half()` or `.to(dtype)` on a quantized model?"), names)
     model = names["model"]
     model(torch.randn(2, 64).bfloat16())
     model.half()

@@ -81,8 +81,11 @@ def test_for_a_device_that_is_not_here_it_forecasts(models, capsys):
 def test_for_a_gpu_its_memory_is_the_budget(models, capsys):
     assert main(["advise", "my_nets:mlp", *INPUT, "--for", "rtx-4090"]) == 0
     out = capsys.readouterr().out
-    assert "on RTX 4090, which is not here" in out
-    assert "faster than fp32's on RTX 4090: tf32, bf16, fp16, fp8." in out
+    assert "on RTX 4090: a forecast, because this machine has no such GPU" in out
+    assert (
+        "On RTX 4090, matmuls in these formats are faster than in fp32: tf32, bf16, fp16, fp8."
+        in out
+    )
     assert main(["advise", "my_nets:mlp", *INPUT, "--for", "rtx-4090", "--memory", "24GiB"]) == 0
     assert capsys.readouterr().out == out
 
@@ -94,7 +97,7 @@ def test_for_a_gpu_its_memory_is_the_budget(models, capsys):
         (("my_nets:mlp",), "add an --input"),
         (("my_nets:mlp", "--input", "8,15"), "fails on input"),
         (("my_nets:mlp", *INPUT, "--memory", "24G"), "give bytes"),
-        (("my_nets:mlp", *INPUT, "--memory", "9" * 20 + "GiB"), "give from one byte to 2^62"),
+        (("my_nets:mlp", *INPUT, "--memory", "9" * 20 + "GiB"), "give 1 byte to 2^62 bytes"),
         (("my_nets:mlp", *INPUT, "--html", "thesis.tex"), "amp-lab did not write it"),
         (("my_nets:mlp", "--input", "9999999999,16", "--device", "cpu"), "a step needs about"),
         (("my_nets:mlp", *INPUT, "--device", "cpu", "--for", "cuda"), "give only one"),

@@ -248,10 +248,10 @@ def test_a_batch_that_is_not_linear_is_forecast_and_not_extrapolated(capsys):
 def test_a_language_models_loss_is_missed_loudly(capsys):
     ids = ("--input", "int64:2,8<50", "--memory", "1MiB")
     without = printed(capsys, "memory", "my_inputs:Language", *ids)
-    assert re.search("Too low: .*logits of 50 tokens", without)
+    assert re.search("too low: .*logits of 50 tokens", without)
     given = ("--loss", "my_inputs:loss")
     with_loss = printed(capsys, "memory", "my_inputs:Language", *ids, *given)
-    assert "Too low" not in with_loss
+    assert "too low" not in with_loss
     largest = [
         int(re.search(r"largest batch .*?MiB +(\d+)", out)[1]) for out in (without, with_loss)
     ]
@@ -260,7 +260,7 @@ def test_a_language_models_loss_is_missed_loudly(capsys):
     own = ("memory", "my_inputs:Language", *ids, *labels)
     assert "'loss': add --loss .loss" in printed(capsys, *own)
     assert "the output has" not in printed(capsys, *own, "--loss", ".loss")
-    assert "Too low" not in printed(capsys, "memory", *TRANSLATOR)  # whose output is no logits
+    assert "too low" not in printed(capsys, "memory", *TRANSLATOR)  # whose output is no logits
 
 
 @pytest.mark.parametrize(

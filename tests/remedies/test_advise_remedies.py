@@ -115,7 +115,7 @@ def test_sums_that_a_hopper_gpu_computes_inaccurately_are_added_in_fp32():
     for recipe in ("tensorwise", "rowwise"):
         config = float8.Float8LinearConfig.from_recipe_name(recipe)
         exact = eval(
-            re.search(r"use (Float8GemmConfig\(.*\)) as gemm_config_output", remark)[1],
+            re.search(r"pass (Float8GemmConfig\(.*\)) as gemm_config_output", remark)[1],
             {"Float8GemmConfig": float8.config.Float8GemmConfig},
         )
         config = dataclasses.replace(config, emulate=True, gemm_config_output=exact)

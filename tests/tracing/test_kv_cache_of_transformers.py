@@ -145,7 +145,7 @@ def test_a_decoder_with_cross_attention_grows_by_its_own_keys_and_values():
     inputs["decoder_input_ids"] = ids(2 * TOKENS)
     longer = real_bytes(model, "fp32", **inputs)
     assert cache.per_token == (longer - cache.nbytes) / TOKENS / BATCH
-    assert "4 of its 8 tensors" in cache.sentences
+    assert "4 of the 8 tensors" in cache.sentences
 
 
 def static_cache(model: nn.Module):
