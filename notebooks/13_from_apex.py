@@ -496,8 +496,8 @@ folder.cleanup()
 #   and `update` after the step.
 # - When you move from `torch.cuda.amp`, pass the dtype, and the device before other positional
 #   arguments. `amp-lab migrate` does this for you.
-# - An Apex checkpoint stores the loss scale under other names. At O2 it often has no master weights. With
-#   the loss scale and the master weights, our run resumed exactly.
+# - An Apex checkpoint stores the loss scale under other names. At O2 it often has no master weights.
+#   With them, our run resumed exactly.
 #
 # Next, [notebook 14](14_ten_practices.ipynb) reviews ten common practices.
 #
