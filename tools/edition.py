@@ -93,6 +93,7 @@ def first_cell(address: str, commit: str, packages: list[str]) -> str:
     code = CELL.read_text(encoding="utf-8").strip()
     for name, value in {"REPOSITORY": address, "COMMIT": commit, "PACKAGES": packages}.items():
         line = f"{name} = {json.dumps(value)}"
+        # A function, since `re.sub` would interpret the backslashes of a text.
         code = re.sub(rf"^{name} = .*$", lambda _, line=line: line, code, flags=re.MULTILINE)
     return code
 

@@ -6,6 +6,7 @@ their committed outputs. The title of a page is the message that people paste in
 
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ BOX = '<div class="explain" data-depth="{depth}">\n<p>This box needs JavaScript.
 
 # What the file leaves out where it is empty.
 _LEFT_OUT: dict[str, Any] = {"messages": [], "symptoms": [], "unsafe": "", "sources": []}
+# The data of a failure below its heading, which the page does not show.
 _ENTRY = re.compile(r"^`AMP\d{4}` <!-- failure\n.*?^-->\n*", re.MULTILINE | re.DOTALL)
 _CODE = re.compile(r"`(AMP\d{4})`")
 _LINK = re.compile(r"\]\((?!https?:)([^)\s]+)\)")
@@ -102,25 +104,48 @@ def _section(root: Path, failure: dict[str, Any]) -> str:
         return ""
     notebook = json.loads((root / path).read_text(encoding="utf-8"))
     lines: list[str] = []
-    inside = False
-    for cell in notebook["cells"]:
+    for cell in _cells_below(notebook, anchor, failure["code"]):
         source = "".join(cell["source"])
         if cell["cell_type"] == "markdown":
-            for part in re.split(r"^(?=## )", source, flags=re.MULTILINE):
-                if part.startswith("## "):
-                    heading = part.partition("\n")[0].removeprefix("## ")
-                    inside = heading.replace(" ", "-") == anchor and failure["code"] in part
-                    part = part.partition("\n")[2]
-                if inside:
-                    lines += [_fitted(_ENTRY.sub("", part), path), ""]
-        elif inside:
-            lines += [f"```python\n{source}\n```", ""]
-            printed = "".join("".join(out.get("text", "")) for out in cell["outputs"])
-            if printed:
-                lines += ["It prints:", "", f"```text\n{printed.rstrip()}\n```", ""]
+            lines += [_fitted(_ENTRY.sub("", source), path), ""]
+            continue
+        lines += [f"```python\n{source}\n```", ""]
+        printed = _printed(cell)
+        if printed:
+            lines += ["It prints:", "", f"```text\n{printed.rstrip()}\n```", ""]
     if lines:
         lines += [f"You can run these programs in [the notebook](../{failure['page']})."]
     return "\n".join(lines)
+
+
+def _cells_below(
+    notebook: dict[str, Any], anchor: str, failure_code: str
+) -> Iterator[dict[str, Any]]:
+    """Yield the cells below the heading with an anchor, if its section has the failure's code.
+
+    A Markdown cell is cut at its headings: of it, only the part in this section is yielded,
+    without the heading.
+    """
+    inside = False  # also for the code cells after the heading, until the next heading
+    for cell in notebook["cells"]:
+        if cell["cell_type"] != "markdown":
+            if inside:
+                yield cell
+            continue
+        for part in re.split(r"^(?=## )", "".join(cell["source"]), flags=re.MULTILINE):
+            body = part
+            if part.startswith("## "):
+                heading, _, body = part.partition("\n")
+                is_anchor = heading.removeprefix("## ").replace(" ", "-") == anchor
+                # Other failures may lead to this heading without having their entry here.
+                inside = is_anchor and failure_code in part
+            if inside:
+                yield {"cell_type": "markdown", "source": body}
+
+
+def _printed(cell: dict[str, Any]) -> str:
+    """What a code cell printed. Each output has its text as a list of lines."""
+    return "".join("".join(output.get("text", "")) for output in cell["outputs"])
 
 
 def _fitted(markdown: str, path: str) -> str:

@@ -94,7 +94,8 @@ class _BackwardPass:
         # For a node: Python objects that keep torch from freeing the node before it has run.
         self._owners: dict[Node, Any] = {}
         for edge, gradient in seeds:
-            self._waiting.setdefault(edge.node, {})[edge.output_nr] = gradient
+            # An output of the forward op is an input of its node.
+            self._add_gradient(edge.node, edge.output_nr, gradient)
             self._owners[edge.node] = edge.ownership_token
         seeds.clear()  # the caller's list would keep all nodes alive until the end
         # How many gradients have yet to arrive at each node.
