@@ -295,8 +295,8 @@ assert max(pointless) > 2.0**120
 assert pointless[-1] < max(pointless)  # it skips steps, too
 
 # %% [markdown]
-# In fp16 the scale stays near the limit of fp16. In bf16 the scale grows to the limit of fp32, and then the
-# scaler skips steps too.
+# In fp16 the scale stays near the largest number of fp16. In bf16 the scale grows until it reaches the largest
+# number of fp32. Then the scaler skips steps in bf16 as well.
 #
 # **Why.** A `GradScaler` is enabled by default. bf16 has the range of fp32, so gradients do not overflow and the
 # scale keeps growing. If a bf16 run overflows, check its dtype: autocast without `dtype=` is fp16 on a GPU and

@@ -347,8 +347,7 @@ assert len(set(messages.values())) == 7
 # or in Lightning `self.manual_backward(loss)`. <!-- tests/notebooks/test_08c_scaler.py -->
 #
 # Log the loss before you scale it. After `update`, `get_scale()` returns the scale of the next step. If
-# you divide a scaled loss by this new scale, the result is wrong by a factor of 2 when the scale has
-# changed. <!-- tests/notebooks/test_08c_scaler.py -->
+# `update` changed the scale, a scaled loss that you divide by `get_scale()` is wrong by a factor of 2. <!-- tests/notebooks/test_08c_scaler.py -->
 
 # %%
 call("unscale_", "step", "update")

@@ -15,7 +15,6 @@
 # **What you'll learn.** You will be able to repair:
 # - [BCELoss is refused on a GPU](#BCELoss-is-refused-on-a-GPU);
 # - [An op does not exist in half precision](#An-op-does-not-exist-in-half-precision);
-# - [An LSTM fails under autocast on the CPU](#An-LSTM-fails-under-autocast-on-the-CPU);
 # - [NumPy does not know bf16](#NumPy-does-not-know-bf16);
 # - [Autocast refuses the device or its dtype](#Autocast-refuses-the-device-or-its-dtype);
 # - [The GPU has no bf16](#The-GPU-has-no-bf16);
@@ -158,10 +157,10 @@ with cuda_rules():
     print(message_of(lambda: torch.rand(2, device="cuda").half().quantile(0.5)))
 
 # %% [markdown]
-# **Why.** The op has no kernel for this dtype, in PyTorch or in another package. The input
-# has 16 bits because the layer before the op returns 16 bits under autocast, or because the whole model
-# was converted: then its weights, gradients and optimizer state have 16 bits too. Autocast casts inputs
-# only for the ops on its list.
+# **Why.** No kernel of this op supports this dtype. The op may come from PyTorch or from another package.
+# Under autocast, the input has 16 bits because the layer before the op returns 16 bits, and autocast casts
+# inputs only for the ops on its list. If you converted the whole model, its weights, gradients and
+# optimizer state have 16 bits too.
 #
 # The list depends on the device. On a CPU it contains the quantile and the inverse, but not the determinant.
 # On CUDA it contains none of the three. <!-- tests/notebooks/test_08f_ops_and_devices.py --> Later versions
@@ -198,66 +197,6 @@ assert torch.linalg.cholesky(data.T @ data).isfinite().all()
 # **Notice it earlier.** Run `amp-lab xray` on the model ([notebook 09](09_xray_your_model.ipynb)). X-ray
 # stops at an op that refuses the dtype, such as the quantile or the inverse. To find a missing kernel, such
 # as the kernel of the determinant, pass `--real`. <!-- tests/remedies/test_dtype_remedies.py -->
-
-# %% [markdown]
-# ## An LSTM fails under autocast on the CPU
-#
-# `AMP0042` <!-- failure
-# messages = [
-#   "could not create a primitive descriptor for the LSTM forward propagation primitive",
-# ]
-# quoted = [
-#   "could not create a primitive descriptor for an LSTM forward propagation primitive",
-#   "could not create a primitive descriptor for the LSTM backward propagation primitive",
-# ]
-# symptoms = [
-#   "nn.LSTM crashes under torch.autocast on a CPU but runs on a GPU",
-#   "LSTM in bf16 works on one CPU and not on another",
-#   "training an LSTM with precision bf16 without a GPU fails in oneDNN",
-#   "a GRU, LSTM or OCR model under bf16 autocast stops on a CPU without AVX-512",
-# ]
-# words = "mkldnn oneDNN AVX512 avx512_bf16 recurrent ocr"
-# -->
-#
-# **What you see.** `nn.LSTM` with an fp32 input under `torch.autocast("cpu")` raises
-# `could not create a primitive descriptor for the LSTM forward propagation primitive`.
-# The same program may run on another machine. `nn.GRU` and `nn.RNN` do not fail. <!-- tests/core/test_cpu.py -->
-#
-# **The smallest program that does it.** We run an LSTM in both 16-bit formats. Whether it fails depends
-# on your CPU. <!-- tests/core/test_cpu.py -->
-
-# %% tags=["nbval-ignore-output"]
-sequence = torch.ones(3, 2, 4)  # (T, B, C)
-message = "could not create a primitive descriptor for the LSTM forward propagation primitive"
-for dtype in (torch.bfloat16, torch.float16):
-    outcome = "runs"
-    try:
-        with torch.autocast("cpu", dtype=dtype):
-            nn.LSTM(4, 8)(sequence)
-    except RuntimeError as error:
-        outcome = str(error).partition(".")[0]
-    print(f"{dtype}: {outcome}")
-    assert outcome in ("runs", message)
-
-# %% [markdown]
-# **Why.** For an LSTM with an fp32 input, torch chooses the kernel of oneDNN, its library for CPUs. Then
-# autocast casts the tensors to 16 bits, but oneDNN may have no 16-bit LSTM for your CPU.
-#
-# On x86, oneDNN has a bf16 LSTM only for CPUs with AVX-512, and no LSTM that trains in fp16 ([measured
-# on one CPU](../data/results/cpu-ops-xeon-2-cores.json)). <!-- tests/core/test_cpu.py -->
-#
-# **The fix.** Run the layer in fp32: open `torch.autocast("cpu", enabled=False)` around it, and cast its
-# input with `.float()`.
-
-# %%
-for dtype in (torch.bfloat16, torch.float16):
-    with torch.autocast("cpu", dtype=dtype), torch.autocast("cpu", enabled=False):
-        output, _ = nn.LSTM(4, 8)(sequence.float())
-    assert output.dtype is torch.float32
-
-# %% [markdown]
-# **Notice it earlier.** `amp-lab doctor` reports whether an LSTM fails on your CPU. `amp-lab xray
-# --device cpu` names the layers of your model that will fail. <!-- tests/core/test_cpu.py -->
 
 # %% [markdown]
 # ## NumPy does not know bf16

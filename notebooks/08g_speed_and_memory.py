@@ -64,8 +64,7 @@ wide, _ = make(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 512))
 #   "autocast('cuda') and GradScaler('cuda') silently do nothing without CUDA",
 # ]
 # words = """
-# warning disabled ignored torch_xla TPU Colab Kaggle MPS XPU HPU CPU-only yolov5 Mac silently
-# no-op full precision"""
+# warning disabled ignored torch_xla TPU Colab Kaggle MPS XPU HPU CPU-only yolov5 Mac silently"""
 # -->
 #
 # **What you see.** The log contains one of the warnings below, which are easy to miss. Training is as

@@ -15,6 +15,7 @@
 # **What you'll learn.** You will be able to repair:
 # - [A compiled model has different gradients](#A-compiled-model-has-different-gradients);
 # - [The scaler is inside a compiled function](#The-scaler-is-inside-a-compiled-function);
+# - [An LSTM fails under autocast on the CPU](#An-LSTM-fails-under-autocast-on-the-CPU);
 # - [TF32 is set in the old and in the new way](#TF32-is-set-in-the-old-and-in-the-new-way);
 # - [torch.cuda.amp warns that it is deprecated](#torch.cuda.amp-warns-that-it-is-deprecated);
 # - [DDP waits for a parameter without a gradient](#DDP-waits-for-a-parameter-without-a-gradient);
@@ -157,6 +158,66 @@ assert scaler.scale(loss_of(x)) == 3 * scaler.get_scale()
 
 # %% [markdown]
 # **Notice it earlier.** Compile with `fullgraph=True` once, in a test, and read its error message.
+
+# %% [markdown]
+# ## An LSTM fails under autocast on the CPU
+#
+# `AMP0042` <!-- failure
+# messages = [
+#   "could not create a primitive descriptor for the LSTM forward propagation primitive",
+# ]
+# quoted = [
+#   "could not create a primitive descriptor for an LSTM forward propagation primitive",
+#   "could not create a primitive descriptor for the LSTM backward propagation primitive",
+# ]
+# symptoms = [
+#   "nn.LSTM crashes under torch.autocast on a CPU but runs on a GPU",
+#   "LSTM in bf16 works on one CPU and not on another",
+#   "training an LSTM with precision bf16 without a GPU fails in oneDNN",
+#   "a GRU, LSTM or OCR model under bf16 autocast stops on a CPU without AVX-512",
+# ]
+# words = "mkldnn oneDNN AVX512 avx512_bf16 recurrent ocr"
+# -->
+#
+# **What you see.** `nn.LSTM` with an fp32 input under `torch.autocast("cpu")` raises
+# `could not create a primitive descriptor for the LSTM forward propagation primitive`.
+# The same program may run on another machine. `nn.GRU` and `nn.RNN` do not fail. <!-- tests/core/test_cpu.py -->
+#
+# **The smallest program that does it.** We run an LSTM in both 16-bit formats. Whether it fails depends
+# on your CPU. <!-- tests/core/test_cpu.py -->
+
+# %% tags=["nbval-ignore-output"]
+sequence = torch.ones(3, 2, 4)  # (T, B, C)
+message = "could not create a primitive descriptor for the LSTM forward propagation primitive"
+for dtype in (torch.bfloat16, torch.float16):
+    outcome = "runs"
+    try:
+        with torch.autocast("cpu", dtype=dtype):
+            nn.LSTM(4, 8)(sequence)
+    except RuntimeError as error:
+        outcome = str(error).partition(".")[0]
+    print(f"{dtype}: {outcome}")
+    assert outcome in ("runs", message)
+
+# %% [markdown]
+# **Why.** For an LSTM with an fp32 input, torch chooses the kernel of oneDNN, its library for CPUs. Then
+# autocast casts the tensors to 16 bits, but oneDNN may have no 16-bit LSTM for your CPU.
+#
+# On x86, oneDNN has a bf16 LSTM only for CPUs with AVX-512, and no LSTM that trains in fp16 ([measured
+# on one CPU](../data/results/cpu-ops-xeon-2-cores.json)). <!-- tests/core/test_cpu.py -->
+#
+# **The fix.** Run the layer in fp32: open `torch.autocast("cpu", enabled=False)` around it, and cast its
+# input with `.float()`.
+
+# %%
+for dtype in (torch.bfloat16, torch.float16):
+    with torch.autocast("cpu", dtype=dtype), torch.autocast("cpu", enabled=False):
+        output, _ = nn.LSTM(4, 8)(sequence.float())
+    assert output.dtype is torch.float32
+
+# %% [markdown]
+# **Notice it earlier.** `amp-lab doctor` reports whether an LSTM fails on your CPU. `amp-lab xray
+# --device cpu` names the layers of your model that will fail. <!-- tests/core/test_cpu.py -->
 
 # %% [markdown]
 # ## TF32 is set in the old and in the new way

@@ -445,7 +445,7 @@ assert amp_lab_command(command.split()) == 0
 # ## Where do two runs diverge? (optional)
 #
 # Two runs of one model give different numbers. Is this rounding, or a mistake? The outputs alone do not
-# show this, because each op passes on the errors of its inputs and may add a new error.
+# show this, because the error of an output includes the errors of all ops before it.
 #
 # `first_difference` repeats each op in fp64, once on exact inputs and once on the inputs of the run. This
 # separates the error that an op adds from the error that it inherits. Then it compares the added error

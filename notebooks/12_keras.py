@@ -153,7 +153,8 @@ assert ops.all(ops.isfinite(Energy(dtype="float32")(far)))
 # finds the logits behind the
 # sigmoid](https://github.com/keras-team/keras/blob/master/keras/src/backend/tensorflow/nn.py) and uses
 # them.) A logit of 8.5 has the probability 0.9998. Just below 1, float16 numbers are 2⁻¹¹ apart, so this
-# probability is rounded to 1. The prediction is right if the target is 1, and wrong if it is 0:
+# probability is rounded to 1. We compute the loss of this prediction for the target 1, where it is
+# right, and for the target 0, where it is wrong:
 
 # %%
 from_probability = keras.losses.BinaryCrossentropy()

@@ -95,15 +95,19 @@ INFERENCE = _Int8Weights | _Int8Matmuls
 
 
 def step(layer: nn.Module, data: torch.Tensor, dtype: torch.dtype | None) -> Callable[[], None]:
-    """A pass under autocast to `dtype`, forward and, if it trains, backward; None: in fp32."""
+    """A function that runs the layer under autocast to `dtype`, or in fp32 if `dtype` is None.
 
+    It runs the forward pass and, unless the layer is for inference only, the backward pass.
+    """
     trains = not isinstance(layer, INFERENCE)
+    is_enabled = dtype is not None
 
     def run() -> None:
         inputs = data.clone().requires_grad_(trains)
-        with torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
+        with torch.autocast("cpu", dtype or torch.bfloat16, enabled=is_enabled):
             output = layer(inputs)
-        output = output[0] if isinstance(output, tuple) else output
+        if isinstance(output, tuple):  # of an LSTM: the output and the last states
+            output = output[0]
         if trains:
             output.float().sum().backward()
 

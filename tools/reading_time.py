@@ -4,8 +4,8 @@ The notebooks 08a, 08b and so on are a reference, which nobody reads from beginn
 sum leaves them out. The rows of the index in notebook 08 are searched, so they do not count.
 
 220 words a minute, and 4 s for a line of code, without exercises. Sections that say "(optional)" in
-their heading are counted apart. Lines are those of the source, without the comments that hold the
-data of failures. `--write` puts the minutes into the README's table.
+their heading are counted apart. Lines are those of the whole source. `--write` puts the minutes
+into the README's table.
 """
 
 import argparse
@@ -20,7 +20,6 @@ WORDS_A_MINUTE, SECONDS_A_CODE_LINE = 220, 4
 WORD = re.compile(r"\w[\w'’.-]*")
 LINK = re.compile(r"\]\([^)]*\)")
 COMMENT = re.compile(r"<!--.*?-->", re.DOTALL)  # which nobody sees
-FAILURE_DATA = re.compile(r"^# `AMP\d{4}` <!-- failure\n.*?^# -->\n", re.MULTILINE | re.DOTALL)
 INDEX_ROW = re.compile(r"^\|.*`AMP\d{4}`.*$", re.MULTILINE)
 README = build_pairs.FOLDER.parent / "README.md"
 # A row of its table: | [title](notebooks/NAME.ipynb) | … | minutes to read | time to run |
@@ -52,12 +51,6 @@ def minutes(source: Path) -> Minutes:
         else:
             core += amount
     return Minutes(core, optional)
-
-
-def lines(source: Path) -> int:
-    """Lines of the source, without the data of failures, which nobody sees who reads it."""
-    text = source.read_text(encoding="utf-8")
-    return len(FAILURE_DATA.sub("", text).splitlines())
 
 
 def _parts_before_the_exercises(source: Path) -> Iterator[tuple[str, str]]:
@@ -102,9 +95,10 @@ def main() -> None:
         README.write_text(with_minutes(README.read_text(encoding="utf-8")), encoding="utf-8")
     total = Minutes(0, 0)
     for source in build_pairs.find(options.names):
+        lines = len(source.read_text(encoding="utf-8").splitlines())
         found = minutes(source)
         optional = f"{found.optional:6.1f} min optional" if found.optional else ""
-        print(f"{source.stem:<30} {found.core:5.1f} min {lines(source):6} lines{optional}")
+        print(f"{source.stem:<30} {found.core:5.1f} min {lines:6} lines{optional}")
         if not build_pairs.is_reference(source):
             total = Minutes(total.core + found.core, total.optional + found.optional)
     both = total.core + total.optional
