@@ -35,9 +35,10 @@ device, scale = start()  # AMP_LAB_DEVICE and AMP_LAB_SCALE override the choice
 figures.use_style()
 
 # %% [markdown]
-# The line above shows the device, its instructions or driver, and the version of torch. Every notebook
-# begins with this line, so you know where its numbers come
-# from. <!-- tests/core/test_device.py --> <!-- tests/notebooks/test_notebooks.py -->
+# Every notebook begins with such a line, so you know where its numbers come from. The line shows the
+# device, its instructions (on a GPU its driver), the version of torch, the date and the commit. *Quick
+# scale* means that the problems are small enough for a CPU. <!-- tests/core/test_device.py -->
+# <!-- tests/notebooks/test_notebooks.py -->
 #
 # ## The idea in five lines
 #
@@ -57,14 +58,15 @@ assert 2 * half.nbytes == full.nbytes
 
 # %% [markdown]
 # `x` and `weight` are still fp32, but the result under autocast has half as many bytes. It takes half the
-# memory and, as a rule of thumb, half the time to move. Matrix multiplications can also be [much
+# memory and, as a rule of thumb, half the time to read or write. Matrix multiplications can also be [much
 # faster](https://docs.pytorch.org/docs/stable/amp.html) in 16 bits. AMP uses these advantages, and keeps
 # fp32 where fewer bits would harm training.
 #
 # ## A network and some data
 #
 # We train on the handwritten digits of scikit-learn, images of 8 by 8 pixels. The network has three linear
-# layers. We make them wide, so that there is enough work to speed up.
+# layers. We make them wide, so that there is enough work to speed up. (A CPU that is slow in bf16 gets
+# narrower layers.)
 
 # %%
 digits = load_digits()
@@ -162,8 +164,8 @@ assert scaler.is_enabled() == (precision is Precision.FP16)
 
 # %% [markdown]
 # If the line recommends fp32, either this device has no fast 16-bit matrix multiplication, or the machine
-# was too busy to measure it. AMP still runs, but without fast 16-bit hardware it may be no
-# faster. <!-- tests/core/test_device.py -->
+# was too busy to measure it. Then we train with AMP in bf16 anyway, but without fast 16-bit hardware AMP
+# may be no faster. <!-- tests/core/test_device.py -->
 #
 # ## Compare loss, time and memory
 #
@@ -187,12 +189,11 @@ assert abs(last[str(precision)] - last["fp32"]) < 0.02 * first  # equally well
 assert {p.dtype for p in amp_model.parameters()} == {torch.float32}
 
 # %% [markdown]
-# Both losses fell by nearly the same amount, as the assertion checks. Rounding to 16 bits makes little
-# difference here.
+# Both losses fell by nearly the same amount, as the assertion checks.
 #
 # Next we measure the time of a step. `compare` runs the two loops in turns, so that other programs on your
-# machine slow down both alike. We also compare *saved activations*, which the forward pass keeps for the
-# backward pass. `forecast_memory` computes their size from the shapes.
+# machine slow down both alike. We also compare the *saved activations*: the tensors that the forward pass
+# keeps in memory for the backward pass. `forecast_memory` computes their size from the shapes.
 
 # %% tags=["nbval-ignore-output"]
 step_fp32 = partial(train_fp32, fp32_model, fp32_optimizer, batches[:1])
@@ -204,7 +205,8 @@ speedup = times.ratio("fp32", str(precision))
 def kept_mib(name):
     """MiB of saved activations, forecast from the shapes."""
     model, _ = new_network()
-    forecast = forecast_memory(model, images[:256], device_type=device.type, precision=name)
+    batch = images[:256].clone()  # without its own memory, all images would count
+    forecast = forecast_memory(model, batch, device_type=device.type, precision=name)
     return forecast.activations / 2**20
 
 
@@ -217,7 +219,8 @@ assert memory[str(precision)] < memory["fp32"]
 # %% [markdown]
 # The figure has three panels:
 #
-# - **Left:** the time of one step. The thin line on each bar shows the uncertainty of the measurement.
+# - **Left:** the time of one step. The thin line on each bar and the range in brackets show the
+#   uncertainty of the measurement.
 # - **Middle:** the memory of the saved activations.
 # - **Right:** the loss over the 70 steps. The two curves lie on top of each other: two or three digits
 #   were enough for training.
@@ -228,7 +231,7 @@ assert memory[str(precision)] < memory["fp32"]
 #
 # ## Where do you want to go?
 #
-# Find your question, then open the notebook or run the command.
+# Find your question, then open the notebook, or run the command in a terminal.
 #
 # | your question | where to look |
 # |---|---|
@@ -240,7 +243,7 @@ assert memory[str(precision)] < memory["fp32"]
 # | *How do I clip, accumulate, average, compile …?* | [07 Training recipes](07_training_recipes.ipynb) |
 # | ***Why is my loss NaN?*** *What does this error message mean?* | [08 When AMP breaks](08_when_amp_breaks.ipynb) |
 # | *Will my model fit, and in which precision do its ops run?* | [09 X-ray your model](09_xray_your_model.ipynb) |
-# | ***Why is AMP no faster?*** *What should I write for my model?* | [10 Speed ladder](10_speed_ladder.ipynb); `pdm run amp-lab advise` |
+# | ***Why is AMP no faster?*** *Which settings suit my model?* | [10 Speed ladder](10_speed_ladder.ipynb); `pdm run amp-lab advise` |
 # | *I have several GPUs* | [11 Scale out](11_scale_out.ipynb) |
 # | *I use Keras* | [12 Keras](12_keras.ipynb) |
 # | *I have old Apex or `torch.cuda.amp` code* | [13 From Apex](13_from_apex.ipynb); `pdm run amp-lab migrate` |

@@ -50,7 +50,7 @@ assert (small, large, total) == (0, math.inf, 2048)
 assert 2048 * torch.finfo(torch.float16).eps == 2  # the spacing at 2048
 
 # %% [markdown]
-# None of them is right, and each fails for a different reason:
+# None of the three results is right, and each is wrong for a different reason:
 #
 # - The first number is too small for the range of fp16. It *underflows* to zero.
 # - The second number is too large. It *overflows* to infinity.
@@ -107,10 +107,11 @@ assert torch.tensor(1e30).half() == math.inf
 # ## Range
 #
 # Four numbers describe a format: its smallest positive number, its smallest *normal* number, its largest
-# number, and *eps*, the spacing at 1. The mantissa of a normal number begins with 1, as in the formula
-# above. Below the smallest normal number the exponent cannot get smaller, so the leading 1 becomes a 0,
-# and fewer and fewer significant bits are left. Such numbers are *subnormal*. The last column of the table
-# is the precision in decimal digits, log10(2 / eps).
+# number, and *eps*, the spacing just above 1. A normal number has a 1 before the mantissa, as in the
+# formula above. The exponent cannot get smaller than that of the smallest normal number. Smaller numbers
+# have a 0 before the mantissa, so they have fewer significant bits. They are called *subnormal*. In the
+# table, the normal range goes from the smallest normal number to the largest number. The last column is
+# the precision in decimal digits, log10(2 / eps).
 
 # %%
 print(f"{'format':<10}{'smallest':<10}{'normal range':<24}{'eps':<7}digits")
@@ -128,9 +129,9 @@ assert bf16.normal == fp32.normal
 #
 # ## Spacing
 #
-# `spacing_by_magnitude` measures the distance from a number to the next one, divided by the number. We
-# draw range and spacing over the same axis of magnitudes. Before you look: can a 16-bit format be both as
-# wide as bf16 and as fine as fp16?
+# `spacing_by_magnitude` measures the *relative spacing*: the distance from a number to the next one,
+# divided by the number. We draw range and relative spacing over the same axis of magnitudes. Before you
+# look: can a 16-bit format be both as wide as bf16 and as fine as fp16?
 
 # %%
 pictured = {name: spacing_by_magnitude(name) for name in LIMITS}
@@ -142,9 +143,9 @@ _ = figures.range_and_spacing(pictured)
 # subnormal (hatched).
 #
 # In the lower half, each line is flat where its numbers are normal: **the spacing grows with the number,
-# so the relative spacing stays about the same**, namely eps. (It is drawn at the powers of two. Between
-# them it falls to half.) Where numbers become subnormal, the line rises up to 100 %. Below that, only zero
-# is left. <!-- tests/notebooks/test_01_number_formats.py -->
+# so the relative spacing stays about the same**, namely eps. Where numbers become subnormal, the line
+# rises to 2^0: the spacing is as large as the number. Below that number, only zero is left.
+# <!-- tests/notebooks/test_01_number_formats.py -->
 #
 # With 16 bits you have to choose: fp16 is finer (its dotted line lies on that of tf32), and bf16 is wider.
 #
@@ -223,9 +224,9 @@ assert torch.tensor(2.0**-24).half() > 0
 assert torch.tensor(2.0**-25).half() == 0  # a tie between 0 and 2^-24, and zero is the even side
 
 # %% [markdown]
-# Down to 2^-14 the error is about 0.01 %, less than fp16's eps/2. Below 2^-14 the number is subnormal and
-# loses a bit with each power of two. At 2^-24 a single bit is left, and the last number has become zero.
-# Some matrix units, such as those of AMD's MI200, [flush subnormal fp16 and bf16 numbers to
+# Down to 2^-14 the error is about 0.01 %, less than fp16's eps/2 (0.05 %). Below 2^-14 the number is
+# subnormal and loses a bit with each power of two. At 2^-24 a single bit is left, and 1.7 x 2^-26 becomes
+# zero. Some matrix units, such as those of AMD's MI200, [flush subnormal fp16 and bf16 numbers to
 # zero](https://docs.pytorch.org/docs/stable/notes/numerical_accuracy.html#reduced-precision-fp16-and-bf16-gemms-and-convolutions-on-amd-instinct-mi200-devices).
 #
 # ## Swamping
@@ -256,8 +257,8 @@ for name, expected in ends_at.items():
 # %% [markdown]
 # In bf16 and in fp16 the weight ends at 1, where it began. Each update was less than half the spacing at
 # 1, so every sum was rounded back to 1. At a weight of 1, fp16 loses updates up to 1/2048, and bf16 loses
-# updates up to 1/256. So **bf16 has about the range of fp32, but not its precision**: it usually needs no
-# loss scaling, but it loses updates up to eight times as large as fp16 does.
+# updates up to 1/256. So **bf16 has about the range of fp32, but not its precision**: it even loses
+# updates that fp16 would keep.
 #
 # ## Three techniques that make 16 bits work
 #
@@ -282,10 +283,10 @@ assert abs(master.item() - 1.1) < 1e-4
 assert 100 <= len(set(copies)) <= 104  # from 1 to 1.1 in steps of 2^-10 there are 103 numbers
 
 # %% [markdown]
-# Now all thousand updates arrive. The copy stays the same for about ten steps and then moves by one
-# spacing. Autocast [works in this way](02_autocast_dtypes.ipynb#The-idea-in-five-lines): the parameters of
-# the model stay in fp32, and autocast casts them for the ops that run in 16 bits. The price is that the
-# weights still take the memory of fp32.
+# Now the weight keeps all thousand updates. The copy stays the same for about ten steps and then moves by
+# one spacing. Autocast [works in this way](02_autocast_dtypes.ipynb#The-idea-in-five-lines): the
+# parameters of the model stay in fp32, and autocast casts them for the ops that run in 16 bits. The price
+# is that the weights still take the memory of fp32.
 #
 # ### 2. Loss scaling, against underflow
 #
@@ -320,8 +321,8 @@ assert abs(scaled / expected - 1) < fp16.eps  # fp16 rounds once, by eps/2 at mo
 # ### 3. Sums in fp32, against swamping in matmuls
 #
 # Each element of a matmul is a sum of products. The product of two fp16 numbers fits exactly into fp32, so
-# precision is lost only in the sum. We add up 8192 products in fp16 and in fp32. Then PyTorch multiplies
-# the two vectors.
+# precision is lost only in the sum. We add up 8192 products in fp16 and in fp32. Then we let PyTorch
+# compute the same sum as `a @ b`.
 
 # %%
 torch.manual_seed(0)
@@ -363,10 +364,10 @@ assert (model(images[:1024]).argmax(dim=1) == labels[:1024]).float().mean() > 0.
 assert of_logits < -24  # smaller than the smallest number of fp16
 
 # %% [markdown]
-# The gradients are so small for two reasons. First, the mean over 1024 examples divides them by 2^10,
-# before training as well. Second, as the network becomes confident, the probabilities of the wrong classes
-# fall towards zero, and so do the gradients. So a loss scale has to be adjusted during
-# training. <!-- tests/notebooks/test_01_number_formats.py -->
+# The gradients are so small for two reasons. First, the mean over 1024 examples divides them by 2^10, in
+# the untrained network too. Second, as the network becomes confident, the probabilities of the wrong
+# classes fall towards zero, and so do the gradients. So a loss scale has to be adjusted during training.
+# <!-- tests/notebooks/test_01_number_formats.py -->
 #
 # ReLU makes many gradients exactly zero. We leave these out, multiply the others by a loss scale, round
 # them to fp16, and count how many become zero or subnormal. Before you run this: which share will be lost
@@ -390,15 +391,15 @@ assert torch.amp.GradScaler("cpu").get_scale() == 2**16
 _ = figures.gradients_against_fp16(gradients.abs().log2(), scales=(1, 2**16))
 
 # %% [markdown]
-# The two histograms show log2|gradient| over the range of fp16. From left to right, the gradients in the
-# four areas become zero (dark), subnormal (lighter grey), normal (white) and infinite (dark).
+# Each histogram shows log2 of the scaled gradients. The background shows what fp16 makes of them. From
+# left to right, they become zero (grey), subnormal (light grey), normal (white) and infinite (grey).
 #
-# - **Scale 1 (above):** nearly all gradients lie in the two grey areas on the left, and more than a third
-#   become zero.
+# - **Scale 1, or 2^0 (above):** nearly all gradients lie in the two grey areas on the left, and more than
+#   a third become zero.
 # - **Scale 2^16 (below):** all gradients move 16 places to the right, and nothing else changes. Fewer than
-#   two in a hundred are lost. `torch.amp.GradScaler` starts with this scale.
+#   2 % become zero. `torch.amp.GradScaler` starts with this scale.
 #
-# bf16 loses none of these gradients, so it needs no scaler here.
+# In bf16 none of these gradients becomes zero, so bf16 needs no scaler here.
 #
 # The gradients that vanish are the smallest ones, so a network like this may well train without a scale.
 # But a weight learns nothing if *all* its gradients vanish. [The paper](https://arxiv.org/abs/1710.03740)

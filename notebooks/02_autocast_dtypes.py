@@ -81,8 +81,8 @@ assert defaults == [torch.bfloat16] + [torch.float16] * 3
 #
 # 1. **Is the call eligible?** [Some tensors and some calls](#What-is-eligible,-and-what-is-not) are never
 #    cast.
-# 2. **Is the op on the list of this backend?** If neither the op nor the ops in it are listed, PyTorch's
-#    usual promotion applies.
+# 2. **Is the op on the list of this backend?** If neither the op nor the ops that it calls are listed,
+#    PyTorch's usual promotion applies: of two dtypes the wider one wins.
 # 3. **Which policy does the op have there?**
 #
 # ## Find the policy of an op
@@ -110,14 +110,15 @@ assert table["relu"] == table["add"] == table["mean"] == ["fp32", SHORT[low]]
 #   because one input is always fp32.
 # - **The input's dtype in each column:** the op is not on the list of this device.
 #
-# Now you can follow the dtype through a network. A linear layer lowers it, `relu` keeps it, adding an fp32
-# input raises it to fp32, and the loss is fp32. [Notebook 09](09_xray_your_model.ipynb) does this for a
-# whole model.
+# Now you can follow the dtype through a network. A linear layer lowers the dtype, `relu` keeps it, adding
+# an fp32 input raises it to fp32, and the loss is fp32. [Notebook 09](09_xray_your_model.ipynb) does this
+# for a whole model.
 #
 # ## What is eligible, and what is not
 #
-# For some calls, autocast does not decide the dtype. We multiply fp32 matrices in four ways. Then we call
-# `prod`, which multiplies the elements of a matrix and has the policy fp32, with and without a `dtype`.
+# Autocast casts the inputs of *eligible* calls only. To see which calls are eligible, we multiply fp32
+# matrices in four ways. Then we call `prod` on a matrix in low precision, with and without a `dtype`.
+# `prod` multiplies the elements of a matrix, and its policy is fp32.
 
 
 # %%
@@ -148,16 +149,16 @@ assert list(found.values()) == [low] + [torch.float32] * 4 + [low]
 # - **In-place ops and `out=`** write into a tensor that exists, so its dtype cannot change. Autocast
 #   leaves these two calls alone, so they run in fp32.
 # - **Tensors on another device** are not cast, because the first argument of `torch.autocast` names one
-#   type of device. (Here it is the `meta` device.) If you name a device that the machine does not have,
-#   nothing is cast, sometimes without a warning. So take the name from your tensors, as `dtype_of` does
-#   with `device.type`. <!-- tests/notebooks/test_02_autocast_dtypes.py -->
+#   type of device. (Here the tensors are on `meta`, a device that stores no data.) If you name a device
+#   that the machine does not have, nothing is cast, sometimes without a warning. So take the name from
+#   your tensors, as `dtype_of` does with `device.type`.
+#   <!-- tests/notebooks/test_02_autocast_dtypes.py -->
 # - **An explicit `dtype=`** decides the dtype of the result. With `dtype=` you also get fp32 from an op
 #   that is *not* listed, such as `softmax` on a CPU. <!-- tests/notebooks/test_02_autocast_dtypes.py -->
 # - **float64 and integers** are not cast either. <!-- tests/notebooks/test_02_autocast_dtypes.py -->
 #
-# A call that is not cast may raise an error if its tensors have two dtypes, although the ordinary form of
-# the op works. [Notebook 08](08e_dtypes.ipynb#A-half-precision-output-leaves-the-block) lists
-# the messages.
+# An in-place call may raise an error if its tensors have two dtypes, although the ordinary form of the op
+# works. [Notebook 08](08e_dtypes.ipynb#A-half-precision-output-leaves-the-block) lists the messages.
 #
 # ## What leaves the block
 #
@@ -180,9 +181,9 @@ assert (inside.float() @ wide).dtype is torch.float32
 #
 # ## Backward: no autocast there
 #
-# `OpLog` records each op that PyTorch calls, and the dtypes of its tensor arguments. Autocast's casts show
-# up as `_to_copy`. We run one training step with a single weight: the forward pass under autocast, the
-# backward pass outside. Before you run this: in which dtype will the backward pass multiply?
+# `OpLog` records each op that PyTorch calls, and the dtypes of its tensor arguments. A cast by autocast
+# appears as `_to_copy`. We run one training step with a single weight: the forward pass under autocast,
+# the backward pass outside. Before you run this: in which dtype will the backward pass multiply?
 
 # %%
 weight = torch.rand(4, 4, device=device, requires_grad=True)
@@ -199,7 +200,8 @@ assert weight.grad.dtype is weight.dtype is torch.float32
 # The forward pass casts both inputs down, multiplies in low precision, casts the result up, and computes
 # the loss in fp32. The backward pass multiplies in low precision as well: each backward op runs in the
 # dtype that autocast chose for its forward op, because the saved tensors have that dtype. The backward of
-# a cast is the cast back, so the gradient of `weight` arrives in fp32.
+# a cast is the cast back, so the gradient of `weight` arrives in fp32. (`ones_like`, `t` and `detach` do
+# no arithmetic.)
 #
 # **Keep `backward()` out of the block.** Inside, [autocast would apply its list to the backward
 # ops](https://docs.pytorch.org/docs/stable/amp.html#torch.autocast) as well. A matmul that ran in fp32 on
@@ -233,7 +235,8 @@ assert (careless.dtype, careful.dtype, back.dtype) == (low, torch.float32, low)
 # ## The cache of weight casts
 #
 # If a block uses a weight five times, one cast is enough. Autocast caches the cast weight until the
-# outermost block ends. This takes memory. We count the casts for several kinds of weights.
+# outermost block ends. The cache takes memory. We count the casts for a trained weight with and without
+# the cache, for a frozen weight, and for a weight that is computed from another tensor.
 
 
 # %%
@@ -278,9 +281,9 @@ assert torch.equal(fresh, 2 * before)
 
 # %% [markdown]
 # The weight has doubled, but the matmul in the same block still uses the old cast, without any error.
-# **Put one block around each forward pass, and never one around the whole training loop.** For the same
-# reason, an inner block in another 16-bit dtype needs
-# `cache_enabled=False`. <!-- tests/notebooks/test_02_autocast_dtypes.py -->
+# **Put one block around each forward pass, and never one around the whole training loop.** An inner block
+# in another 16-bit dtype would also use the old cast, so give it `cache_enabled=False`.
+# <!-- tests/notebooks/test_02_autocast_dtypes.py -->
 #
 # ## Your own autograd functions
 #
@@ -313,9 +316,9 @@ print(error_of(output.float().sum().backward))
 # device](https://docs.pytorch.org/docs/stable/amp.html#torch.amp.custom_fwd).
 #
 # If a function works in one dtype only, such as a kernel that you wrote for fp32, pass that dtype to
-# `custom_fwd` as `cast_inputs`. A call in a block casts its eligible arguments to that dtype, and autocast
-# is off inside `forward` and `backward`. We decorate the methods of `Product` in both ways. In your own
-# code, write the decorators with `@` above the methods.
+# `custom_fwd` as `cast_inputs`. In a block, `custom_fwd` then casts the eligible arguments to that dtype
+# and switches autocast off inside `forward` and `backward`. We decorate the methods of `Product` in both
+# ways. In your own code, write the decorators with `@` above the methods.
 
 
 # %%
@@ -352,9 +355,9 @@ for function, dtype in ((AmpProduct, low), (Fp32Product, torch.float32)):
 #
 # ## CPU and CUDA have different lists
 #
-# Each backend has its own list of ops. PyTorch returns it even for a device that you do not have. (The
-# leading underscore means that the function is not public.) Each list has about 110 ops. Before you run
-# this: how many ops do CPU and CUDA share?
+# Each backend has its own list of ops. `listed` asks PyTorch for this list, and you need not have the
+# device. (`torch._C` begins with an underscore because it is not public.) Each list has about 110 ops.
+# Before you run this: how many ops do CPU and CUDA share?
 
 
 # %%
@@ -379,10 +382,10 @@ assert {"exp", "log", "pow", "sum", "softmax", "layer_norm", "cumsum"} <= cuda -
 # ## Ask for any backend's policy
 #
 # You can see CUDA's dtypes without CUDA, because autocast casts *before* PyTorch chooses a kernel. A
-# **fake tensor** has a device, a shape and a dtype, but no data, so it needs no such device. `policy_of`
+# **fake tensor** has a device, a shape and a dtype, but no data, so its device need not exist. `policy_of`
 # makes all tensors in its block fake and enables autocast for the device that you name. We give each op an
-# input in low precision, because the backends differ there. Before you look: in which rows will the CPU's
-# column differ from CUDA's?
+# input in low precision, because the backends differ for such inputs. Before you look: which ops will
+# return fp32 on CUDA, but not on the CPU?
 
 # %%
 grid = {}
@@ -425,10 +428,10 @@ assert all(table[name][1] == predicted for name, predicted in here.items())
 # - An explicit `dtype=` decides the dtype of the result. Parameters and their gradients stay fp32. Results
 #   keep their dtype when they leave the block.
 # - One block goes around the forward pass and the loss. `backward()` and `step()` stay outside.
-# - An island needs `enabled=False`, and `.float()` on its inputs.
+# - An fp32 island needs `enabled=False`, and `.float()` on its inputs.
 # - Outside of `inference_mode` the cache keeps the casts of trained weights until the outermost block
 #   ends. So do not change a weight inside a block.
-# - Custom functions that call listed ops usually need `custom_fwd` and `custom_bwd`.
+# - Autograd functions that call listed ops usually need `custom_fwd` and `custom_bwd`.
 # - CPU and CUDA each list more than 110 ops, but share only 39.
 #
 # Next: [notebook 03](03_grad_scaler_step_by_step.ipynb) follows a `GradScaler` through a training step.

@@ -84,8 +84,8 @@ def show(stage, layer):
 
 
 # %% [markdown]
-# The text quotes the printed numbers. `check` asserts that parameters and gradients agree with them to
-# four decimals.
+# The text quotes the printed numbers. `check` asserts that parameters and gradients agree with the text to
+# four decimals. We begin with the values before training.
 
 
 # %%
@@ -171,8 +171,8 @@ assert layer.weight.grad.dtype is torch.float32
 # converted them to fp32, the dtype of their parameters.
 #
 # `unscale_` divides the gradients by the scale, in place, and records whether any of them is infinite or
-# NaN. You need this line if your loop clips or logs gradients, because without it they are 4096 times
-# too large. Otherwise you can leave this line out: `step` then unscales the gradients itself.
+# NaN. Call `unscale_` if your loop clips or logs gradients, because without this call they are 4096 times
+# too large. A loop that does neither can leave the call out: `step` then unscales the gradients itself.
 
 # %%
 scaler.unscale_(optimizer)  # AMP: optional
@@ -210,8 +210,8 @@ assert (scaler.get_scale(), good_steps) == (4096, 1)
 # %% [markdown]
 # No gradient overflowed, so `update` counted a *good* step and left the scale at 4096.
 #
-# Call the methods in this order, each once per step. A second `unscale_` would divide the gradients by 4096
-# again. The scaler raises an error if you call `unscale_` twice without `update` in between. [Notebook
+# Call the methods in this order, and call each method once per step. A second `unscale_` would divide the
+# gradients by 4096 again, so the scaler raises an error if there was no `update` in between. [Notebook
 # 08](08_when_amp_breaks.ipynb) shows other mistakes.
 
 # %%
@@ -295,8 +295,8 @@ assert torch.amp.GradScaler(device.type).get_growth_interval() == 2000
 # ## The scale over a whole training run
 #
 # With both rules, the scale climbs until a gradient overflows, falls by half and climbs again. To plot
-# this, we fit a linear layer to noisy data, with a growth interval of 10. This time autocast computes the
-# loss in fp32. Because `mse_loss` runs in fp32, the scale may exceed 65504. Only the gradients of fp16
+# this, we fit a linear layer to noisy data, with a growth interval of 10. This time the loss is
+# `mse_loss`, which autocast runs in fp32. So the scale may exceed 65504: only the gradients of fp16
 # tensors have to fit into fp16.
 
 # %%
@@ -343,7 +343,8 @@ assert max(scales) > 65504
 #
 # The rules for the scale fit in 20 lines, so we can write a scaler ourselves. PyTorch's scaler can do
 # more: it serves [several optimizers](https://docs.pytorch.org/docs/stable/notes/amp_examples.html),
-# catches some calls in the wrong order, and does not wait for the device once for each gradient.
+# catches some calls in the wrong order, and waits for the device at most once a step. Our scaler waits
+# once for each gradient.
 
 
 # %%
@@ -418,9 +419,9 @@ assert 30 < falls < 70  # one in ten of 500, give or take three standard deviati
 #
 # ## When there is nothing to scale
 #
-# bf16 has as many exponent bits as fp32, so gradients rarely become zero and a scaler has little to do.
-# You can still write one loop for fp16 and bf16. A disabled scaler returns the loss unchanged, and its
-# `step` [only calls the optimizer](https://docs.pytorch.org/docs/stable/amp.html#torch.amp.GradScaler).
+# bf16 has as many exponent bits as fp32, so gradients rarely underflow and a scaler has little to do. You
+# can still write one loop for fp16 and bf16. A disabled scaler returns the loss unchanged, and its `step`
+# [only calls the optimizer](https://docs.pytorch.org/docs/stable/amp.html#torch.amp.GradScaler).
 
 # %%
 for dtype in (torch.float16, torch.bfloat16):
@@ -435,13 +436,11 @@ for dtype in (torch.float16, torch.bfloat16):
 #
 # ## Summary
 #
-# This is what each line does:
-#
 # | line | what it does |
 # |---|---|
 # | `scaler.scale(loss).backward()` | multiplies the loss by the scale, and therefore every gradient |
 # | `scaler.unscale_(optimizer)` | divides the gradients by the scale in place and checks for inf and NaN; you need it before clipping |
-# | `scaler.step(optimizer)` | unscales the gradients if you have not; calls `optimizer.step()` only if all gradients are finite |
+# | `scaler.step(optimizer)` | unscales the gradients if you did not call `unscale_`; calls `optimizer.step()` only if all gradients are finite |
 # | `scaler.update()` | by default halves the scale after a skipped step, and doubles it after 2000 good steps in a row |
 #
 # A skipped step is part of the search for a good scale. Use one scaler for the whole training run, and

@@ -61,8 +61,8 @@ assert layer.weight.dtype is gradient.dtype is torch.float32
 # %% [markdown]
 # Only the output is in bf16. It takes half the memory, and the matmul that computes it can be [much
 # faster](https://docs.pytorch.org/docs/stable/amp.html) in 16 bits. The weight and its gradient stay in
-# fp32. So we expect AMP to save time and memory, and to reach the same loss. This notebook measures all
-# three.
+# fp32. So we expect AMP to save time and memory, and to reach the same loss. This notebook measures time,
+# memory and loss.
 #
 # ## The problem: a picture, from its coordinates
 #
@@ -135,12 +135,13 @@ def step_amp(model, optimizer, scaler, dtype):
 
 # %% [markdown]
 # A run needs a network, an optimizer and, for AMP, one scaler. We enable the scaler for fp16 only. With
-# bf16 it is disabled and scales nothing, so `step_amp` serves both.
+# bf16 the scaler is disabled and scales nothing, so `step_amp` serves both dtypes.
 # <!-- tests/core/test_precision.py -->
 #
 # The FP32 baseline needs care. By default, PyTorch lets a recent NVIDIA GPU [run fp32 convolutions in
 # TF32](https://docs.pytorch.org/docs/stable/notes/cuda.html#tensorfloat-32-tf32-on-ampere-and-later-devices).
-# So `float32_mode` turns TF32 off for `Precision.FP32`, and on for `Precision.TF32`.
+# So we run each step in a block of `float32_mode`. The block turns TF32 off for `Precision.FP32`, and on
+# for `Precision.TF32`.
 
 
 # %%
@@ -166,9 +167,9 @@ with Precision.FP32.float32_mode("cpu"):
 
 # %% [markdown]
 # We compare FP32 with each precision that this device accelerates ([only fp16 on a
-# T4](../docs/hardware.md#t4-v100-and-rtx-20)). `describe_device` finds these precisions by timing a matmul in
-# each. If this device accelerates none, we use bf16 anyway, to show what emulation
-# costs. <!-- tests/core/test_device.py -->
+# T4](../docs/hardware.md#t4-v100-and-rtx-20)). `describe_device` finds these precisions by timing a matmul
+# in each. If this device accelerates none of them, we use bf16 anyway, to show what it costs to emulate
+# bf16. <!-- tests/core/test_device.py -->
 
 # %% tags=["nbval-ignore-output"]
 report = describe_device(device)
@@ -258,9 +259,10 @@ for picture in pictures.values():
 # - It computes the speed-up within each round, and reports the median with its 95 % interval in
 #   brackets. <!-- tests/core/test_timing.py -->
 #
-# A measured time can still be wrong. So `is_possible` divides the arithmetic of the step by the measured
-# time. The result may be at most 1.5 times the matmul rate that `describe_device` measured, because a
-# convolution may be somewhat faster. <!-- tests/notebooks/test_04_fp32_vs_amp.py -->
+# A measured time can still be wrong. So `is_possible` divides the floating-point operations (FLOP) of the
+# step by the measured time. The resulting rate may be at most 1.5 times the matmul rate that
+# `describe_device` measured, because a convolution may be somewhat faster than that matmul.
+# <!-- tests/notebooks/test_04_fp32_vs_amp.py -->
 #
 # Before you run this: how much faster do you expect the step to be in 16 bits?
 
@@ -291,7 +293,8 @@ assert all(is_possible(inference, p, inference_flops, report) for p in precision
 assert inference_flops < 0.5 * training_flops  # the backward pass is most of a step
 
 # %% [markdown]
-# Here bf16 was faster as well. Inference may gain more or less than training, so measure both.
+# On these two CPU cores, inference gained less than training. On your device it may gain more, so measure
+# both.
 #
 # ## Memory of a training step
 #
@@ -326,17 +329,17 @@ _ = figures.time_and_memory(
 # speed-up, or its share of FP32's memory. The thin line at the end of a time bar is the interval of that
 # time. If the machine was too busy to tell, the time bars are grey. <!-- tests/plots/test_plots.py -->
 #
-# With bf16, autograd saves about half the bytes, because nearly all of them are activations, which take
-# half the bytes. (On Apple's MPS it saves more bytes, because autocast runs batch normalisation in fp32
-# there, as notebook 02 shows.) The peak also includes the weights, their gradients and Adam's state,
-# which stay in fp32. [Notebook 06](06_caltech256_resnet50.ipynb#Count-the-memory-of-a-step) counts all
-# of them.
+# With bf16, autograd saves about half the bytes, because nearly all saved tensors are activations in bf16.
+# (On Apple's MPS it saves more, because autocast runs batch normalisation in fp32 there, as notebook 02
+# shows.) The peak also includes the weights, their gradients and Adam's state, which stay in fp32.
+# [Notebook 06](06_caltech256_resnet50.ipynb#Count-the-memory-of-a-step) counts all of them.
 #
 # ## How not to measure
 #
-# The [article](https://rocm.blogs.amd.com/artificial-intelligence/automatic-mixed-precision/README.html)
-# that this problem comes from shows mistakes that are easy to make. We print its times and memories in
-# FP32 and with AMP, from an unnamed AMD GPU. The article calls the gain in training a speed-up of 46 %.
+# We took the problem from an
+# [article](https://rocm.blogs.amd.com/artificial-intelligence/automatic-mixed-precision/README.html). Its
+# measurements contain mistakes that are easy to make. We print the times and memories that it reports for
+# FP32 and AMP, from an unnamed AMD GPU. The article calls the gain in training a speed-up of 46 %.
 
 # %%
 article = {"training": (13.98, 7.50, 2061, 1035), "inference": (4.24, 2.87, 3338, 1676)}
@@ -346,25 +349,25 @@ for task, (fp32_s, amp_s, fp32_mb, amp_mb) in article.items():
     assert (round(less, 3), round(speedup, 2)) in [(0.464, 1.86), (0.323, 1.48)]
 
 # %% [markdown]
-# *Less time* and *speed-up* are different numbers: 46.4 % less time is a speed-up of 1.86x. So always
-# say which of the two you mean. But something else is wrong here. Before you read on: how can inference
-# need more memory than training?
+# *Less time* and *speed-up* are different numbers: 46.4 % less time is a speed-up of 1.86x. So always say
+# which of the two you mean. But there is a second problem in these numbers. Before you read on: how can
+# inference need more memory than training?
 #
-# **It kept activations that it did not need.** The article's inference ran without `no_grad`, so each
-# pass stored its activations for a backward pass. In the loop `outputs = model(inputs)`, the old
-# `outputs` keep their graph alive until the new ones exist, so two graphs exist at once. Two graphs take
-# as much memory as the article reports. Without a graph, inference needs less than a third of training's
-# memory. <!-- tests/notebooks/test_04_fp32_vs_amp.py -->
+# **The article kept activations that it did not need.** Its inference ran without `no_grad`, so each pass
+# stored its activations for a backward pass. In the loop `outputs = model(inputs)`, the old `outputs` keep
+# their graph alive until the new ones exist, so two graphs exist at once. Two graphs take as much memory
+# as the article reports. Without a graph, inference needs less than a third of the memory of training.
+# <!-- tests/notebooks/test_04_fp32_vs_amp.py -->
 #
-# **It counted the first step.** The first step can be slow, for example because it [loads a
-# library](https://docs.pytorch.org/tutorials/recipes/recipes/benchmark.html). In the article FP32 always
-# ran first, so AMP looks better than it is. Warm up before you measure.
+# **The article counted the first step.** The first step can be slow, for example because it [loads a
+# library](https://docs.pytorch.org/tutorials/recipes/recipes/benchmark.html). FP32 always ran first, so
+# AMP looks better than it is. Warm up before you measure.
 #
-# **It compared one run with one run.** The article's loss was 17 % lower with AMP, but no seed was set.
-# One run of each cannot tell whether this is an effect or chance.
+# **The article compared one run with one run.** Its loss was 17 % lower with AMP, but no seed was set. One
+# run of each cannot tell whether this is an effect or chance.
 #
-# **It stopped the clock too early.** A call that starts work on a GPU returns before the work is done.
-# If you read the clock without synchronising first, you time how fast the CPU queues work [*(not yet
+# **The article stopped the clock too early.** A call that starts work on a GPU returns before the work is
+# done. If you read the clock without synchronising first, you time how fast the CPU queues work [*(not yet
 # seen on a GPU)*](../data/results/README.md "clock-too-early"). `compare` always waits, so we write a
 # clock that waits only if we ask it to. `Rounds` is the part of `compare` that detects other programs.
 
@@ -400,8 +403,8 @@ assert device.type != "cpu" or not hidden.is_above(1.1)
 
 # %% [markdown]
 # On a CPU the two clocks agree. If the second line is well above 1x on your device, the clock that does
-# not wait reports a speed-up where there is none, because both time the same step. (We time FP32,
-# because with fp16 the scaler [usually
+# not wait reports a speed-up where there is none: both clocks time the same step. (We time FP32, because
+# with fp16 the scaler [usually
 # waits](03_grad_scaler_step_by_step.ipynb#An-overflow:-the-step-is-skipped,-the-scale-halves) for the
 # device in every step anyway.)
 #
