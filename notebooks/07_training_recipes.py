@@ -109,14 +109,15 @@ def train_amp(model, optimizer, scaler, dtype):
 #
 # `check_same` trains one network with the fp32 loop, and with the AMP loop in fp16 and in bf16. Then it
 # compares how far every weight has moved. One rounding has a relative error of up to 2^-11 in fp16 and up
-# to 2^-8 in bf16. We allow four times as much, because the network rounds a value several times.
+# to 2^-8 in bf16. We allow four times as much (1/512 and 1/64), because the network rounds a value
+# several times.
 
 # %%
 problem.check_same(recipes.train_plain, train_amp)
 
 # %% [markdown]
-# The AMP loop changes the weights in the same way as the fp32 loop. The next helpers let us see what goes
-# wrong. `backward` does the first half of an AMP step, up to the scaled gradients.
+# The AMP loop changes the weights in the same way as the fp32 loop. The next helpers show what a missing
+# line does. `backward` does the first half of an AMP step, up to the scaled gradients.
 
 
 # %%
@@ -184,7 +185,7 @@ assert math.isclose(norms["step"], MAX_NORM, rel_tol=1e-3)
 # The figure has a logarithmic axis. After `backward` the gradient is 65,536 times too long. `unscale_`
 # restores its true length, and clipping shortens it to 0.1.
 #
-# **Without `unscale_`** we would clip the scaled gradient, in the grey part of the figure.
+# **Without `unscale_`** we would clip the scaled gradient (grey in the figure).
 #
 # **If a gradient overflows**, the scaler skips the step in fp16. In bf16 nothing skips the step, so
 # weights become NaN. To get an error instead, call `clip_grad_norm_` with
@@ -241,11 +242,11 @@ assert -weight.item() < 1e-4
 #
 # You need this if the loss itself contains gradients, for example to keep a function smooth.
 #
-# We compute the inner gradients from the scaled loss, so that they do not underflow in fp16. Then we
+# We compute these *inner gradients* from the scaled loss, so that they do not underflow in fp16. Then we
 # [unscale them by hand](https://docs.pytorch.org/docs/stable/notes/amp_examples.html#gradient-penalty),
 # because `unscale_` changes only `.grad`. The penalty is part of the forward pass, so we compute it under
-# autocast. If an inner gradient overflows in fp16, so does the loss, and the scaler skips the
-# step. <!-- tests/notebooks/test_07_training_recipes.py -->
+# autocast. If an inner gradient overflows in fp16, so does the loss, and the scaler skips the step.
+# <!-- tests/notebooks/test_07_training_recipes.py -->
 
 
 # %%
@@ -373,9 +374,10 @@ assert "No inf checks were recorded for this optimizer" in message
 #
 # ## Use several losses and optimizers
 #
-# Use one scaler for all. Call `scale` for every loss, `step` for every optimizer, and `update` once, at
-# the end. An `update` between two steps may change the scale, but the second optimizer's gradients still
-# have the old one. In the next cell, the gradients of the first optimizer overflow:
+# Use one scaler for all losses and optimizers. Call `scale` for every loss, `step` for every optimizer,
+# and `update` once, at the end. An `update` between two steps may change the scale, but the second
+# optimizer's gradients still have the old one. In the next cell, the gradients of the first optimizer
+# overflow:
 
 
 # %%
@@ -404,17 +406,17 @@ print(f"the second step is {ratio:.1f} times as long as it should be")
 assert math.isclose(ratio, 2, rel_tol=1e-3)
 
 # %% [markdown]
-# The gradients of the second optimizer were multiplied by 65,536, but divided by 32,768. This optimizer
-# also stepped although the first was skipped. If that harms your training, use one optimizer with two
-# parameter groups, which steps as a whole or not at
-# all. <!-- tests/notebooks/test_07_training_recipes.py -->
+# The gradients of the second optimizer were multiplied by 65,536, but divided by 32,768. Even with a late
+# `update`, the second optimizer steps although the first one skips its step. If that harms your training,
+# use one optimizer with two parameter groups, which steps as a whole or not at all.
+# <!-- tests/notebooks/test_07_training_recipes.py -->
 #
 # ## Load half precision weights
 #
 # `load_state_dict` copies values *into* the parameters, which stay fp32. So a file of fp16 weights needs
 # no change. But `assign=True` with fp16 weights, or `.half()` on the model, makes the parameters fp16,
 # and the scaler refuses to unscale their gradients. With bf16 parameters you get no error, but small
-# updates are rounded away. In both cases, call `model.float()` before you create the
+# updates are rounded away. If the parameters are fp16 or bf16, call `model.float()` before you create the
 # optimizer. <!-- tests/notebooks/test_07_training_recipes.py -->
 
 # %%
@@ -457,7 +459,7 @@ assert message == "ValueError: Attempting to unscale FP16 gradients."
 # Code that computes gradients starts from `scaler.scale(…)`. Code that reads gradients comes after
 # `unscale_`. Code that reads only weights stays the same, because the weights are fp32.
 #
-# | recipe | what AMP adds | what goes wrong otherwise |
+# | recipe | what AMP adds | what goes wrong without it |
 # |---|---|---|
 # | [Clip](#Clip-gradients) | `scaler.unscale_(optimizer)` before clipping | SGD nearly stands still |
 # | [Accumulate](#Accumulate-gradients) | `scale` per batch; `step` and `update` per group | gradients are divided by the scale again |

@@ -14,7 +14,7 @@
 # GPT, and forecast whether a training step fits into a GPU's memory.
 #
 # **What you'll learn.**
-# - why you can see autocast's decisions without the device;
+# - why you can see autocast's decisions for a device that you do not have;
 # - where the backends treat the same model differently;
 # - why `F.cross_entropy` on fp16 logits is less precise than it looks;
 # - what takes memory in a training step, and which part AMP makes smaller;
@@ -61,8 +61,8 @@ for row in result.rows:
 assert [row.dtype for row in result.rows] == [torch.float16, torch.float32, torch.float32]
 
 # %% [markdown]
-# The linear layer runs in fp16, the norm and the softmax in fp32. `xray` found this without computing a
-# single number.
+# The linear layer (`addmm`) runs in fp16, the norm and the softmax in fp32. `xray` found this without
+# computing a single number.
 #
 # ## A short tracer
 #
@@ -104,7 +104,7 @@ class Tracer(TorchDispatchMode):
 # tensor*](https://docs.pytorch.org/docs/stable/user_guide/torch_compiler/torch.compiler_fake_tensor.html)
 # has a dtype and a device but no data, so the device need not exist. But `torch.autocast("cuda")`
 # [checks](https://github.com/pytorch/pytorch/blob/main/torch/amp/autocast_mode.py) that CUDA is there. So
-# we do not call it, and set autocast's state ourselves.
+# we do not call it: `rules_of` sets autocast's state itself. `trace_on` then runs a model on fake tensors.
 
 
 # %%
@@ -267,8 +267,8 @@ _ = figures.dtypes_by_model(grid)
 # - **`lstm`** is fp32 on MPS.
 # - **`_log_softmax`** in the loss is fp16 on CUDA and MPS, and fp32 on the CPU.
 #
-# `amp-lab ops --device mps` prints the rules of a backend in your version of
-# PyTorch. <!-- tests/tracing/test_op_table.py -->
+# `amp-lab ops --device mps` prints the rules of a backend in your version of PyTorch.
+# <!-- tests/tracing/test_op_table.py --> The next cell checks what we read from the figure.
 
 # %%
 resnet = grid["ResNet-50"]
@@ -321,13 +321,13 @@ for backend in BACKENDS:
 # %% [markdown]
 # On the GPUs, `F.cross_entropy` calls `log_softmax` with `dtype=` set to the dtype of the logits. This
 # argument takes precedence over autocast's list, so the result is rounded to fp16. Then `nll_loss` casts
-# the rounded values to fp32, so the dtype of the loss hides the rounding. The remedy is to call
+# the rounded values to fp32, so the dtype of the loss hides the rounding. To avoid the rounding, call
 # **`.float()` on the logits.**
 #
 # How much does the rounding matter? The loss of an untrained language model is about the logarithm of its
 # vocabulary size, here about 11. Near 11, fp16 numbers are 2^-7 apart, and bf16 numbers 2^-4. Rounding
-# changes the loss of each token by up to half of this distance. In the mean over many tokens, these
-# errors mostly cancel. We measure the error of one token and the error of the mean in bf16:
+# changes the loss of each token by up to half of this distance. In the mean over many tokens, these errors
+# mostly cancel. We measure the largest error of a token and the error of the mean in bf16:
 
 # %%
 target = torch.randint(50304, (64,))
@@ -362,8 +362,8 @@ memory
 # memory, so almost twice the batch fits.
 #
 # Leave some room, because the forecast counts only tensors. It does not include the driver, the workspaces
-# of cuDNN and cuBLAS, or gaps between blocks of memory. We expect it to come within 10 % of what a GPU's
-# allocator counts [*(not yet seen on a GPU)*](../data/results/README.md "memory-forecast").
+# of cuDNN and cuBLAS, or gaps between blocks of memory. We expect the forecast to come within 10 % of what
+# a GPU's allocator counts [*(not yet seen on a GPU)*](../data/results/README.md "memory-forecast").
 
 # %%
 fp32, fp16 = memory["fp32"], memory["fp16"]
@@ -405,8 +405,8 @@ big_memory
 # %% [markdown]
 # The peak stays the same. Each parameter takes 4 bytes for the weight, 4 for the gradient and 8 for
 # AdamW's state. On a GPU, the optimizer's step works on [all parameters at
-# once](https://docs.pytorch.org/docs/stable/generated/torch.optim.AdamW.html) and temporarily needs another
-# 4 bytes. This step is the peak, and it runs in fp32 in both columns.
+# once](https://docs.pytorch.org/docs/stable/generated/torch.optim.AdamW.html) and temporarily needs
+# another 4 bytes. The peak is in this step, which runs in fp32 in both columns.
 #
 # So here you use AMP for speed. To save memory, use an optimizer that stores fewer bytes for each
 # parameter, or spread the parameters over several GPUs ([notebook 11](11_scale_out.ipynb)).

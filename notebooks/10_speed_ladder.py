@@ -9,9 +9,9 @@
 # %% [markdown]
 # # Climb from FP32 towards the limit of your hardware
 #
-# **What you'll do.** Take the training step of [notebook 04](04_fp32_vs_amp.ipynb) and make it faster,
-# one change at a time. We call each change a *rung*. First you compute how fast the step can become on
-# your device. Then you time each rung and compare it with that limit.
+# **What you'll do.** Take the training step of [notebook 04](04_fp32_vs_amp.ipynb) and make it faster, one
+# change at a time. We call each change a *rung*, as on a ladder. First you compute how fast the step can
+# become on your device. Then you time each rung and compare it with that limit.
 #
 # **What you'll learn.**
 # - how to compute the least time of a step from its FLOPs and bytes;
@@ -41,9 +41,9 @@ figures.use_style()
 # %% [markdown]
 # ## The idea in five lines
 #
-# An op computes and moves data. Take a device that computes 200 GFLOP/s and moves 30 GB/s. It runs a
-# matmul and a ReLU, both on fp32 matrices of 1024 x 1024. Before you run this: which of the two becomes
-# faster on hardware that computes twice as fast?
+# An op computes and moves data. Take a device that computes 200 GFLOP/s (200 billion floating-point
+# operations a second) and moves 30 GB/s. It runs a matmul and a ReLU, both on fp32 matrices of 1024 x
+# 1024. Before you run this: which of the two becomes faster on hardware that computes twice as fast?
 
 # %%
 side = 1024
@@ -62,8 +62,9 @@ for name, operations, numbers in (
 #
 # ## The settings
 #
-# We climb in the 16-bit precision that `amp-lab doctor` recommends for this device ([fp16 on a
-# T4](../docs/hardware.md#t4-v100-and-rtx-20)), or in bf16 if it recommends none.
+# After a start in FP32, all rungs use the 16-bit precision that `amp-lab doctor` recommends for this
+# device ([fp16 on a T4](../docs/hardware.md#t4-v100-and-rtx-20)). If `doctor` recommends none, they use
+# bf16.
 #
 # On Linux, we also call `keep_memory()`. Without this call, the C library returns large freed blocks [to
 # the operating system](https://man7.org/linux/man-pages/man3/mallopt.3.html), so each large CPU tensor
@@ -124,7 +125,7 @@ assert 0.98 < 12 * pixels * hidden**2 / flops <= 1  # nearly all in the two midd
 # %% [markdown]
 # ## Predict the speed-up
 #
-# If the step did nothing but these matmuls at the measured rate, it would take:
+# The *limit* of the step is the time that these matmuls alone take at the measured rate:
 
 # %% tags=["nbval-ignore-output"]
 floor_ms = {p: 1e3 * flops / limits.flops_per_s[p] for p in ("fp32", low, "bf16")}
@@ -289,17 +290,17 @@ assert list(climbed.samples_s) == list(rungs)  # every rung was timed
 
 # %% [markdown]
 # Each line shows the time of a step, its share of the peak FLOP/s, and its speed-up over the plain step.
-# In the figure, the black tick is the limit of the device: the time of the matmuls alone.
+# In the figure, the black mark is the limit: the time of the matmuls alone.
 
 # %% tags=["nbval-ignore-output"]
 _ = figures.speed_ladder({f"ConvModel, {config['size']}x{config['size']} pixels": bars})
 
 # %% [markdown]
-# On the CPU of this run, AMP alone reaches only part of the expected speed-up. Channels last changes only
-# two lines and brings the step much closer to the limit. The likely reason is copies: a [channels-last
-# kernel](https://docs.pytorch.org/tutorials/intermediate/memory_format_tutorial.html) first has to
-# reorder each tensor that has another layout. As a rule of thumb, a GPU gains more from rungs 3 and 4,
-# because each small kernel and each wait [costs it
+# On the CPU of this run, AMP alone reaches only part of the expected speed-up. Channels last (rung 2)
+# changes only two lines and brings the step much closer to the limit. The likely reason is copies: a
+# [channels-last kernel](https://docs.pytorch.org/tutorials/intermediate/memory_format_tutorial.html) first
+# has to reorder each tensor that has another layout. Rungs 3 and 4 change little here. As a rule of thumb,
+# a GPU gains more from them, because each small kernel and each wait [costs it
 # time](https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html).
 #
 # ## Explain: count the bytes too
@@ -323,9 +324,9 @@ assert moved_bytes["AMP"] < moved_bytes["plain"]
 # Autocast makes the activations and their gradients half as large, so AMP moves about half the bytes. A
 # rung can therefore gain more than the FLOPs of the matmuls suggest.
 #
-# The **roofline** shows both limits in one figure. The horizontal axis is the number of FLOPs for each
-# byte moved. The vertical axis is the FLOP/s reached. Under the slope, moving the data takes longer than
-# computing. Under the flat part, computing takes longer.
+# The **roofline** shows the limits of computing and of moving data in one figure. The horizontal axis is
+# the number of FLOPs for each byte moved. The vertical axis is the FLOP/s reached. Under the slope, moving
+# the data takes longer than computing. Under the flat part, computing takes longer.
 
 # %% tags=["nbval-ignore-output"]
 points = []
@@ -337,9 +338,9 @@ assert points[0][2] < points[1][2]  # AMP computes more for each byte
 _ = figures.roofline(roofs, limits.memory_bytes_per_s, points)
 
 # %% [markdown]
-# AMP's point lies to the right of the FP32 point, because AMP moves fewer bytes. A faster precision
-# raises the flat part but not the slope, so a step under the slope becomes faster only if it moves fewer
-# bytes. A point lies below its roof because a step also copies data inside ops, waits, and does
+# AMP's point lies to the right of the FP32 point, because AMP moves fewer bytes. A faster precision raises
+# the flat part but not the slope, so a step under the slope becomes faster only if it moves fewer bytes. A
+# point lies below the line of its precision because a step also copies data inside ops, waits, and does
 # arithmetic other than matmuls.
 #
 # `amp-lab bench` has two more rungs, `by-hand` and `tiles`. They are written for this one network and

@@ -73,9 +73,9 @@ assert 1e-3 < off[torch.bfloat16, 2] < off[torch.bfloat16, 64]
 
 # %% [markdown]
 # In fp32, the average over equal parts *is* the gradient of the whole batch: only the order of the sum
-# differs. So training on several devices can be the same training. In bf16, each addition rounds again,
-# so the error grows with the number of ranks. The new choice is the dtype in which the gradients are
-# sent.
+# differs. So training on several devices can give the same losses as training on one. In bf16, each
+# addition rounds again, so the error grows with the number of ranks. The new choice is the dtype in which
+# the gradients are sent.
 #
 # ## One process
 #
@@ -134,7 +134,7 @@ for name, dtype in PRECISIONS.items():
 # %% [markdown]
 # ## Divide the batch
 #
-# With n processes, each rank takes an n-th of every batch, and the gradients are averaged.
+# With n processes, each rank takes an n-th of every batch, and the ranks average their gradients.
 # `DistributedSampler` decides which samples a rank gets. It draws the same permutation as `RandomSampler`
 # does from the same seed, and rank r takes every n-th sample of this permutation. So in each step, the
 # ranks together get the batch of a single process. <!-- tests/notebooks/test_11_scale_out.py -->
@@ -224,8 +224,8 @@ def train_ddp(config, data, dtype, device, sums_in=torch.float32):
 # - `output_dtype`: the dtype of the output. In the policy of the outermost module, set fp32, so that the
 #   loss is fp32. <!-- tests/tracing/test_sharding.py -->
 #
-# Autocast chooses a dtype for each *op*. The policy chooses a dtype for each *module*, so norms run in
-# bf16 too. <!-- tests/tracing/test_sharding.py -->
+# Autocast chooses a dtype for each *op*. The policy chooses a dtype for each *module*, so in bf16 the
+# norms run in bf16 too. <!-- tests/tracing/test_sharding.py -->
 
 
 # %%
@@ -261,10 +261,10 @@ def train_fsdp(config, data, dtype, device, sums_in=torch.float32):
 # %% [markdown]
 # ## Try six set-ups
 #
-# Each set-up names the engine, the dtype of the computation (of autocast, or `param_dtype`), and the
-# dtype in which gradients are summed. `count_communication` records the *collectives* of a process, which
-# are calls such as `all_reduce`. It adds up the bytes that a rank sends if each rank sends only to the next
-# one, in a ring. <!-- tests/parallel/test_collectives.py -->
+# Each set-up names the engine, the dtype of the computation (of autocast, or `param_dtype`), and the dtype
+# in which gradients are summed. `try_all` trains with each of them. `count_communication` records the
+# *collectives* of a process, which are calls such as `all_reduce`. It adds up the bytes that a rank sends
+# if each rank sends only to the next one, in a ring. <!-- tests/parallel/test_collectives.py -->
 
 
 # %%
@@ -399,15 +399,15 @@ assert decided[0]["DDP", "gradient"][1] == []
 # %% [markdown]
 # Only one case goes wrong: DDP with an overflow in the gradient. With DDP, the scalers agree because the
 # *gradients* agree: the average spreads one rank's infinity to all ranks. An overflow after the average
-# stays on its rank. With FSDP2, each rank has its own shard of the gradients, so `unscale_` reduces one
-# number over all ranks: the overflow flag.
+# stays on its rank. With FSDP2, each rank has its own shard of the gradients, so `unscale_` exchanges one
+# number among all ranks: whether a gradient has overflowed.
 #
 # So a plain `GradScaler` is enough for both. `clip_grad_norm_` after `unscale_` finds the norm of the
 # whole gradient with FSDP2 as well ([PyTorch's own
 # test](https://github.com/pytorch/pytorch/blob/main/test/distributed/_composable/fsdp/test_fully_shard_clip_grad_norm_.py)).
 #
 # If you average gradients yourself, **average them before the scaler checks them**. Otherwise the rank
-# with the overflow skips, and the others step with an infinite average. You can try this in the third
+# with the overflow skips, and the other ranks step with an infinite average. You can try this in the third
 # exercise. <!-- tests/notebooks/test_exercises.py -->
 #
 # ## On your own hardware
@@ -488,8 +488,9 @@ assert abs(before - found[False]) > 0.1  # it had a different model before
 # - FSDP2 divides weights, gradients and optimizer state among the ranks. With bf16 weights and fp32 sums,
 #   it sends about as much as DDP in fp32.
 # - A sum of gradients in bf16 loses more with more ranks, so reduce in fp32.
-# - The scalers of all ranks must decide alike. DDP averages the gradients first. With FSDP2, `unscale_`
-#   asks all ranks. If you average gradients yourself, do so before `unscale_`.
+# - The scalers of all ranks must decide alike. With DDP they do, because all ranks have the same averaged
+#   gradients. With FSDP2, `unscale_` asks all ranks. If you average gradients yourself, do so before
+#   `unscale_`.
 # - A checkpoint can be loaded by a different number of ranks.
 #
 # Next: [notebook 12](12_keras.ipynb) does mixed precision in Keras.

@@ -35,7 +35,7 @@ from amp_lab import Precision
 device, scale = start()  # AMP_LAB_DEVICE and AMP_LAB_SCALE override the choice
 
 # %% [markdown]
-# The other imports:
+# We also need these imports, and short names for three dtypes:
 
 # %%
 import torch
@@ -52,9 +52,9 @@ names = {fp32: "fp32", fp16: "fp16", bf16: "bf16"}
 # %% [markdown]
 # ## The idea in five lines
 #
-# A small experiment shows when advice applies. We test "always use a `GradScaler`". We round 1000 small
-# gradients to 16 bits. Then we multiply the gradients by 65536, round them, and divide by 65536. In
-# which format do you expect different results, fp16 or bf16?
+# We test the advice "always use a `GradScaler`". First we round 1000 small gradients to 16 bits. Then we
+# multiply the gradients by 65536, round them, and divide by 65536. In which format do you expect different
+# results, fp16 or bf16?
 
 # %%
 torch.manual_seed(0)
@@ -81,7 +81,7 @@ for dtype in (fp16, bf16):
 # | 5. No casts by hand | right | autocast knows which ops need fp32; a `.half()` overrides autocast ([02](02_autocast_dtypes.ipynb)) |
 # | 6. Always use the scaler | only for fp16 | bf16 has the range of fp32, so small gradients do not underflow ([01](01_number_formats.ipynb)) |
 # | 7. Tune the initial scale and the growth interval | rarely needed | a scale that is too high is halved at once; a short interval only skips more steps ([03](03_grad_scaler_step_by_step.ipynb)) |
-# | 8. Stay current | right | old names raise a warning and may be removed; `python -W error::FutureWarning` makes your tests fail on them ([13](13_from_apex.ipynb)) |
+# | 8. Stay current with PyTorch | right | old names raise a warning and may be removed; `python -W error::FutureWarning` makes your tests fail on them ([13](13_from_apex.ipynb)) |
 # | 9. Try larger batches | right for memory | AMP makes activations about half as large, so nearly twice the batch fits ([09](09_xray_your_model.ipynb)); measure whether it is faster ([10](10_speed_ladder.ipynb)) |
 # | 10. Profile before and after | right | see [below](#Profile-before-and-after) |
 #
@@ -122,8 +122,8 @@ class OpLog(TorchDispatchMode):
 
 # %% [markdown]
 # Our model has two linear layers. The second is an *fp32 island*: it runs in an `autocast(enabled=False)`
-# region, because it needs the precision. If autocast is on during the backward pass, do you expect the
-# island's ops to stay in fp32?
+# region, because it needs the precision of fp32. If autocast is on during the backward pass, do you expect
+# the island's ops to stay in fp32?
 
 
 # %%
@@ -155,13 +155,13 @@ assert 2**-12 < error < 2**-7  # roundings of bf16
 assert exact.dtype is blurred.dtype is fp32
 
 # %% [markdown]
-# If `backward` runs after the block, the island's two matmuls run in fp32, as they should. The third matmul
-# belongs to the other layer and always runs in bf16. Inside the block, autocast casts the island's matmuls
-# to bf16 as well. Then the island's gradient is off by 2e-03, and there are 9 casts instead of 3. Nothing
-# warns you, because the gradients are fp32 tensors in both cases.
+# If `backward` runs after the block, the island's two matmuls run in fp32, as they should. The third
+# matmul belongs to the other layer and always runs in bf16. Inside the block, autocast casts the island's
+# matmuls to bf16 as well. Then the island's gradient is off by 2e-03 (0.2 %), and there are 9 casts
+# instead of 3. Nothing warns you, because the gradients are fp32 tensors in both cases.
 #
-# **Verdict: right.** An autocast block around the whole loop is worse, because the next forward
-# pass uses old weights from autocast's cache ([notebook 08](08_when_amp_breaks.ipynb)).
+# **Verdict: right.** An autocast block around the whole loop is even worse, because the next forward pass
+# uses old weights from autocast's cache ([notebook 08](08_when_amp_breaks.ipynb)).
 #
 # ## Profile before and after
 #
@@ -250,9 +250,9 @@ for precision, (found, events) in profiles.items():
     assert (casts == 0) == (precision == "fp32")
 
 # %% [markdown]
-# Each list has the four ops with the most time in the op itself. The backward pass of the
-# convolutions comes first in both profiles, and takes less time in bf16. A profiler slows the step down,
-# so use `amp_lab.compare` to measure the speed-up.
+# For each precision you see the time of all ops, the number of casts, and the four ops that took the most
+# time. The backward pass of the convolutions comes first in both profiles, and takes less time in bf16. A
+# profiler slows the step down, so use `amp_lab.compare` to measure the speed-up.
 #
 # **Verdict: right.** If an op stays in fp32, or casts are at the top, you know where to look.
 #

@@ -55,11 +55,12 @@ assert report.values["bf16"].input_bits == 8
 # %% [markdown]
 # Each line describes a matmul in one precision:
 #
-# - **bits** of an input's significand that the matmul uses: 24 in fp32, 11 in fp16 and TF32, 8 in bf16;
-# - **subnormals**: numbers below the format's normal range, which some devices replace by 0;
-# - **sums**: the largest error of a sum of 4,096 products, in units in the last place of the result
-#   (*ulp*). In fp32, several ulp are usual. In fp16 and bf16, 0.5 ulp is the best possible value, and several
-#   ulp may mean that the device adds in 16 bits.
+# - **bits**: how many significant bits of an input the matmul uses. It uses 24 in fp32, 11 in fp16 and
+#   TF32, and 8 in bf16.
+# - **subnormals**: numbers below the format's normal range. Some devices replace them by 0.
+# - **sums**: the largest error of a sum of 4,096 products. Its unit, *ulp*, is the spacing of the format
+#   at the result. In fp32, several ulp are usual. In fp16 and bf16, 0.5 ulp is the best possible value,
+#   and several ulp may mean that the device adds in 16 bits.
 #
 # `amp-lab doctor` prints these values and the speeds. <!-- tests/core/test_device.py -->
 #
@@ -69,15 +70,15 @@ assert report.values["bf16"].input_bits == 8
 # `GPUS` lists these formats for each GPU that `amp-lab advise --for` knows
 # ([NVIDIA](https://nvidia.github.io/TransformerEngine/support_matrix.html),
 # [AMD](https://rocm.docs.amd.com/en/latest/reference/precision-support.html)). If your GPU is not in the
-# list, look for the same architecture: all RTX 30 are Ampere, like the RTX 3090. We print the list. Then we
-# write `choose`, which returns a precision:
+# list, look for the same architecture: all RTX 30 are Ampere, like the RTX 3090. We print the list. Then
+# we write `choose`, which returns a precision, and call it for each architecture:
 
 # %%
 kinds = {}
 for gpu in GPUS.values():
     kinds.setdefault(gpu.architecture, []).append(gpu.name)
 for kind, names in kinds.items():
-    print(f"{', '.join(names):<22} {kind.name:<28} fast: {', '.join(kind.matmuls) or 'only fp32'}")
+    print(f"{kind.name} ({', '.join(names)}): {', '.join(kind.matmuls) or 'only fp32'}")
 assert GPUS["t4"].architecture.matmuls == ("fp16",)
 
 
@@ -95,8 +96,8 @@ def choose(fast, task, trained_in="fp32"):
 
 
 # %%
-print(f"{'device':<29} {'for training':<35} for inference")
-multiplies = {", ".join(names): kind.matmuls for kind, names in kinds.items()}
+print(f"{'architecture':<29} {'for training':<35} for inference")
+multiplies = {kind.name: kind.matmuls for kind in kinds}
 multiplies["CPU with AMX or BF16"] = ("bf16",)  # AVX-512 BF16, or Arm's
 multiplies["another CPU"] = ()
 for name, fast in multiplies.items():
@@ -217,10 +218,11 @@ torch.backends.cudnn.allow_tf32 = kept
 # %% [markdown]
 # ### Old names and new ones
 #
-# Each mode has an old name (`allow_tf32`) and a new name (`fp32_precision`). If you set the new name to a
-# value that contradicts the old name, the next read of the old name raises an error. A library may read the
-# old name, for example [Lightning](https://github.com/Lightning-AI/pytorch-lightning/issues/21256) or some
-# versions of [`torch.compile`](https://github.com/pytorch/pytorch/pull/189955). We cause the error:
+# Each mode has an old setting (`allow_tf32`) and a new setting (`fp32_precision`). If you set the new one
+# to a value that contradicts the old one, the next read of the old one raises an error. A library may read
+# the old setting, for example [Lightning](https://github.com/Lightning-AI/pytorch-lightning/issues/21256)
+# or some versions of [`torch.compile`](https://github.com/pytorch/pytorch/pull/189955). We cause the
+# error:
 
 # %%
 matmul = torch.backends.cuda.matmul
@@ -237,8 +239,9 @@ assert mixed
 assert torch.get_float32_matmul_precision() == before
 
 # %% [markdown]
-# `torch.set_float32_matmul_precision` and `torch.backends.cudnn.allow_tf32` set the old and the new name, so
-# alone they do not cause this error. <!-- tests/notebooks/test_19_choose_your_precision.py -->
+# `torch.set_float32_matmul_precision` and `torch.backends.cudnn.allow_tf32` change the old and the new
+# setting together. So you get no error if you use only these two.
+# <!-- tests/notebooks/test_19_choose_your_precision.py -->
 #
 # ## Trained in bf16, on a GPU without it
 #
@@ -263,10 +266,11 @@ assert in_bf16.isfinite().all()
 assert not in_fp16.isfinite().all()
 
 # %% [markdown]
-# In fp16, the hidden values overflow, so the outputs are not finite. **Look before you cast**: run some of
-# your inputs through the model with `largest_values`, in fp32 or bf16. A CPU is enough. Each value should be
-# at most half of 65504, because other inputs may give larger values. `amp-lab export --dtype fp16` does not
-# export a model whose outputs are not finite. <!-- tests/train/test_export.py -->
+# The hidden values, up to 2.69e+05, overflow in fp16, so the outputs are not finite. **Look before you
+# cast**: run some of your inputs through the model with `largest_values`, in fp32 or bf16. A CPU is
+# enough. Each value should be at most half of 65504, because other inputs may give larger values. `amp-lab
+# export --dtype fp16` does not export a model whose outputs are not finite.
+# <!-- tests/train/test_export.py -->
 #
 # If a value is larger, you have two remedies:
 #
@@ -286,7 +290,7 @@ assert not in_fp16.isfinite().all()
 # - **bf16** alone is ambiguous. In accelerate and transformers it means mixed, in torchtune it means true,
 #   and in DeepSpeed it lies between mixed and true.
 #
-# So we look at the dtypes in a training step:
+# So we look at the dtypes in a training step, first without a framework:
 
 
 # %%
