@@ -41,8 +41,8 @@ _ = torch.manual_seed(0)
 # We take two column vectors in fp32 and run three ops on them under autocast: a matrix multiplication, an
 # addition, and `torch.outer`. Before you run this: which dtype does each of the three results have?
 #
-# In this notebook, `low` is the dtype that autocast lowers to. We use the backend's default, which is bf16
-# on a CPU and fp16 on a GPU. In your own code, write the dtype that you mean.
+# In this notebook, `low` is the dtype that autocast lowers to. We use the default of the *backend* (the
+# type of device): bf16 on a CPU and fp16 on a GPU. In your own code, write the dtype that you mean.
 
 # %%
 low = torch.get_autocast_dtype(device.type)
@@ -469,8 +469,8 @@ exercises.check_dtypes(dtypes)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# Which of the ops are on the list? For the others, look at their inputs: `c` has two. And what happens to
-# the dtype of `a` when it leaves the block?
+# Which of the ops are on the list? For the other ops, look at the dtypes of their inputs. And what happens
+# to the dtype of `a` when it leaves the block?
 #
 # </details>
 #

@@ -501,7 +501,7 @@ exercises.check_scale_after(scale_at_the_end)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# Write two columns: the scale, and the number of good steps in a row. Set the second one back to zero
+# Write two columns: the scale, and the number of good steps in a row. Set the second column back to zero
 # whenever the scale halves or doubles.
 #
 # </details>

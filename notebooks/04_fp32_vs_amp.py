@@ -559,7 +559,7 @@ exercises.check_memory_share(memory_share)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# Which of the four parts become smaller with AMP? The others stay fp32.
+# Which of the four parts become smaller with AMP? The other parts stay fp32.
 #
 # </details>
 #

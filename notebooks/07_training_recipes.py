@@ -611,8 +611,8 @@ exercises.check_after_unscale(after_unscale)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# Ask two questions about each. Does it read or change gradients at all? Would the result differ if the
-# gradients were 65,536 times too large and were divided afterwards?
+# Ask two questions about each of the five things. Does it read or change gradients at all? Would the
+# result differ if the gradients were 65,536 times too large and were divided afterwards?
 #
 # </details>
 #

@@ -343,10 +343,6 @@ _ = figures.roofline(roofs, limits.memory_bytes_per_s, points)
 # point lies below the line of its precision because a step also copies data inside ops, waits, and does
 # arithmetic other than matmuls.
 #
-# `amp-lab bench` has two more rungs, `by-hand` and `tiles`. They are written for this one network and
-# keep most data in the cache. [The gallery](../data/results/README.md#the-gallery) shows how close they
-# came to the limit. For your own model, such a step is rarely worth the work.
-#
 # ## Where AMP loses
 #
 # AMP gains nothing, or makes the step slower, in three cases:
@@ -358,8 +354,8 @@ _ = figures.roofline(roofs, limits.memory_bytes_per_s, points)
 # - **A precision that the hardware emulates**, such as fp16 on [some CPUs](../docs/hardware.md).
 #
 # We measure the second case with fifty layers of 32 x 32. Will AMP be faster or slower? On a GPU, such a
-# network waits for the host, in fp32 and under AMP [*(not yet seen on a GPU)*](../data/results/README.md
-# "small-ops").
+# network mostly waits for the CPU, in fp32 and under AMP [*(not yet seen on a
+# GPU)*](../data/results/README.md "small-ops").
 
 # %% tags=["nbval-ignore-output"]
 thin = nn.Sequential(*(nn.Linear(32, 32) for _ in range(50))).to(device)
@@ -510,7 +506,7 @@ exercises.check_layer_flops(layer_flops)
 #
 # </details>
 #
-# ### 2. Draw the roof
+# ### 2. Compute the least time
 #
 # A step computes `flops` FLOPs and moves `nbytes` bytes. Its device can compute and move data at the same
 # time, each at its own rate. Complete the function: how many milliseconds does the step take at least?
@@ -526,7 +522,7 @@ exercises.check_least_ms(least_ms)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# Compute the time of each alone, as in the five lines at the top. Which of the two ends last?
+# How long does it take to compute, and how long to move the data? Which of the two ends last?
 #
 # </details>
 #
@@ -537,7 +533,7 @@ exercises.check_least_ms(least_ms)
 #     return 1e3 * max(flops / flops_per_s, nbytes / bytes_per_s)
 # ```
 #
-# Both must end, so the slower one sets the limit.
+# Both must end, so the slower of the two sets the limit.
 #
 # </details>
 #

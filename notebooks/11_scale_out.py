@@ -14,7 +14,7 @@
 # count how many bytes each process sends and holds, and in which dtype.
 #
 # **What you'll learn.**
-# - why the losses are the same as with one process, and how closely they agree;
+# - why the losses agree with those of one process, and how closely;
 # - which precision choices are new: the dtypes in which weights and gradients are sent;
 # - how all processes agree on the loss scale, and when they do not;
 # - in an optional section, how to save on four processes and resume on two.
@@ -261,10 +261,10 @@ def train_fsdp(config, data, dtype, device, sums_in=torch.float32):
 # %% [markdown]
 # ## Try six set-ups
 #
-# Each set-up names the engine, the dtype of the computation (of autocast, or `param_dtype`), and the dtype
-# in which gradients are summed. `try_all` trains with each of them. `count_communication` records the
-# *collectives* of a process, which are calls such as `all_reduce`. It adds up the bytes that a rank sends
-# if each rank sends only to the next one, in a ring. <!-- tests/parallel/test_collectives.py -->
+# Each set-up names the engine (DDP or FSDP2), the dtype of the computation (of autocast, or
+# `param_dtype`), and the dtype in which gradients are summed. `try_all` trains with each of them.
+# `count_communication` records the *collectives* of a process, which are calls such as `all_reduce`. It
+# adds up the bytes that a rank sends if the ranks form a ring. <!-- tests/parallel/test_collectives.py -->
 
 
 # %%
@@ -344,8 +344,9 @@ _ = figures.sent_bytes(bars, most)
 #   model.
 # - With **`reduce_dtype=bf16`**, the bytes of the gradients halve as well.
 #
-# You saw [at the beginning](#The-idea-in-five-lines) that a sum in bf16 loses more with more ranks. A safe
-# choice is to send weights in bf16 and sum gradients in fp32. The stored weights stay in fp32.
+# You saw [at the beginning](#The-idea-in-five-lines) that a sum in bf16 loses more precision with more
+# ranks. A safe choice is to send weights in bf16 and sum gradients in fp32. The stored weights stay in
+# fp32.
 #
 # The next cell checks these ratios.
 
@@ -481,13 +482,13 @@ assert abs(before - found[False]) > 0.1  # it had a different model before
 #
 # ## Summary
 #
-# - With the same global batch, DDP and FSDP2 train as one process does, up to rounding.
+# - With the same global batch, DDP and FSDP2 train like one process, up to rounding.
 # - Communication has its own dtype. DDP sends the gradients of fp32 weights in fp32, with or without
 #   autocast, unless a communication hook casts them. FSDP2 gathers weights in `param_dtype` and sums
 #   gradients in `reduce_dtype`.
 # - FSDP2 divides weights, gradients and optimizer state among the ranks. With bf16 weights and fp32 sums,
 #   it sends about as much as DDP in fp32.
-# - A sum of gradients in bf16 loses more with more ranks, so reduce in fp32.
+# - A sum of gradients in bf16 loses more precision with more ranks, so reduce in fp32.
 # - The scalers of all ranks must decide alike. With DDP they do, because all ranks have the same averaged
 #   gradients. With FSDP2, `unscale_` asks all ranks. If you average gradients yourself, do so before
 #   `unscale_`.
@@ -518,8 +519,8 @@ exercises.check_megabytes(megabytes)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# The gradients go through an `all_reduce`. Which dtype do they have when autocast is on and the weights
-# are fp32?
+# The gradients go through an `all_reduce`. In a ring of n ranks, each rank then sends 2(n-1)/n times the
+# bytes of the gradients. Which dtype do the gradients have when autocast is on and the weights are fp32?
 #
 # </details>
 #
@@ -529,8 +530,7 @@ exercises.check_megabytes(megabytes)
 # megabytes = 700
 # ```
 #
-# The payload is 4 bytes for each parameter, so 400 MB. With an `all_reduce`, a rank sends 2(n-1)/n times
-# the payload. For 8 ranks, this is 1.75 times.
+# The gradients take 4 bytes for each parameter, so 400 MB. For 8 ranks, 2(n-1)/n is 1.75.
 #
 # </details>
 #

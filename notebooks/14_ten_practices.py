@@ -371,7 +371,7 @@ exercises.check_mended_step(mended_step)
 #
 # </details>
 #
-# ### 4. Say it only if you can
+# ### 4. Compare two speed-ups
 #
 # You have measured two speed-ups, each with an interval `(low, high)`. Complete `verdict`. It returns
 # whether the second speed-up is "more" or "less" than the first, or "cannot tell".

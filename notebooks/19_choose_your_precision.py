@@ -456,9 +456,9 @@ exercises.check_cases(answers)
 #
 # ### 2. Count the bits
 #
-# Complete `bits_left`. It returns how many bits of an input's significand the function `product(a, b)` keeps.
-# To count the bits, find the largest k for which the product of 1 + 2^-k and 1 is still more than 1.
-# `product` takes and returns fp32 tensors of shape (1, 1).
+# Complete `bits_left`. It returns how many significant bits of an input the function `product(a, b)`
+# keeps. To count the bits, find the largest k for which the product of 1 + 2^-k and 1 is still more than
+# 1. `product` takes and returns fp32 tensors of shape (1, 1).
 
 
 # %%
@@ -471,7 +471,7 @@ exercises.check_bits(bits_left)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# If k bits follow the leading 1, the significand has k + 1 bits.
+# If k bits follow the leading 1, there are k + 1 significant bits.
 #
 # </details>
 #

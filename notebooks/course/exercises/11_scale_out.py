@@ -24,12 +24,12 @@ def check_megabytes(megabytes: float) -> str:
     )
     need(
         not math.isclose(megabytes, payload),
-        f"{megabytes:g} MB is the payload. An all_reduce is a reduce_scatter and an all_gather, "
-        "and each of them costs (n-1)/n of it.",
+        f"{megabytes:g} MB is the size of the gradients. An all_reduce is a reduce_scatter and an "
+        "all_gather, and each of them sends (n-1)/n of this size.",
     )
     need(
         not math.isclose(megabytes, 2 * payload),
-        f"{megabytes:g} MB is twice the payload, but a rank need not send its own part to itself.",
+        f"{megabytes:g} MB is twice the gradients, but a rank need not send its own part to itself.",
     )
     need(
         math.isclose(megabytes, right),

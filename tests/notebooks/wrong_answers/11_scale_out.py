@@ -3,7 +3,7 @@
 WRONG_ANSWERS = {
     "check_megabytes": [
         ("megabytes = 350", "Autocast casts the inputs"),
-        ("megabytes = 400", "is the payload"),
+        ("megabytes = 400", "is the size of the gradients"),
         ("megabytes = 800", "to itself"),
     ],
     "check_per_rank": [
