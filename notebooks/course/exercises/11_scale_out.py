@@ -29,7 +29,7 @@ def check_megabytes(megabytes: float) -> str:
     )
     need(
         not math.isclose(megabytes, 2 * payload),
-        f"{megabytes:g} MB is twice the gradients, but a rank need not send its own part to itself.",
+        f"{megabytes:g} MB is twice the gradients, but a rank keeps its own part.",
     )
     need(
         math.isclose(megabytes, right),
