@@ -4,7 +4,7 @@ WRONG_ANSWERS = {
     "check_megabytes": [
         ("megabytes = 350", "Autocast casts the inputs"),
         ("megabytes = 400", "is the size of the gradients"),
-        ("megabytes = 800", "to itself"),
+        ("megabytes = 800", "keeps its own part"),
     ],
     "check_per_rank": [
         ("gigabytes_per_rank = 112", "DDP holds on every rank"),
