@@ -10,18 +10,19 @@
 # # Go below 16 bits with FP8, MX and NVFP4
 #
 # **What you'll do.** Round tensors to eight and four bits, first by hand, then with the scales that
-# today's GPUs use. Train a small GPT whose linear layers multiply such tensors. Call PyTorch's FP8
+# today's GPUs use. Train a small GPT whose linear layers multiply rounded tensors. Call PyTorch's FP8
 # matmul. Test a model in four formats with `rehearse`.
 #
 # **What you'll learn.**
-# - which numbers E4M3, E5M2 and E2M1 can represent, and why each needs a scale;
+# - which numbers the eight-bit formats E4M3 and E5M2 and the four-bit format E2M1 can represent, and
+#   why each needs a scale;
 # - which values an outlier damages if there is one scale per tensor, per row or per block;
 # - what MX and NVFP4 are;
 # - which layers to keep in 16 bits, and what a simulation cannot tell you.
 #
-# **What you need.** [Notebook 01](01_number_formats.ipynb) for number formats. You need no GPU: our
-# rounded numbers equal those of the library torchao, bit for bit. <!-- tests/formats/test_scaling.py -->
-# Only a GPU shows the speed.
+# **What you need.** [Notebook 01](01_number_formats.ipynb) for number formats. You need no GPU,
+# because we simulate the formats. The simulation gives the same numbers as the library torchao, bit
+# for bit. <!-- tests/formats/test_scaling.py -->
 
 # %% tags=["nbval-ignore-output"]
 import argparse
@@ -57,14 +58,17 @@ assert not unscaled.any()
 assert (scaled / gradient - 1).abs().max() < 2**-4
 
 # %% [markdown]
-# Without a scale, the gradient becomes zero, because the smallest positive number of E4M3 is 2^-9. With a
-# scale, all three values survive, with an error of at most a sixteenth. In fp16, one loss scale is
-# usually enough for a whole model ([notebook 03](03_grad_scaler_step_by_step.ipynb)). Below 16 bits each
-# *tensor* needs its own scale, or even each group of 16 values.
+# Without a scale, all three values become zero (-0.0 is zero too), because the smallest positive
+# number of E4M3 is 2^-9, about 0.002. With a scale, all three values survive, and each is off by at
+# most a sixteenth of itself. In fp16, one loss scale is usually enough for a whole model ([notebook
+# 03](03_grad_scaler_step_by_step.ipynb)). Below 16 bits each *tensor* needs its own scale, or even
+# each group of 16 values.
 #
 # ## Formats of a single value
 #
-# A single value is called an *element*. `ELEMENTS` lists the formats of elements:
+# A single value of a tensor is called an *element*. `ELEMENTS` lists the formats that an element can
+# have. For seven of them we print the largest number, the smallest positive number and how many
+# numbers there are:
 
 # %%
 for name in ("fp16", "e4m3", "e5m2", "e2m3", "e3m2", "e2m1", "int8"):
@@ -78,16 +82,18 @@ assert halves[halves >= 0].tolist() == [0, 0.5, 1, 1.5, 2, 3, 4, 6]
 
 # %% [markdown]
 # E4M3 is named after its 4 exponent bits and 3 mantissa bits. **E5M2**, [meant for
-# gradients](https://arxiv.org/abs/2209.05433), has a larger range but is coarser. **E2M1** is the four-bit
-# element of MXFP4 and NVFP4.
+# gradients](https://arxiv.org/abs/2209.05433), has a larger range but is coarser. **E2M1** is the
+# element of the four-bit formats MXFP4 and NVFP4, which follow below.
 #
-# To round a value by hand:
+# To round a value by hand, take these steps. As an example, we round 5.3 to E4M3, which has 3 mantissa
+# bits.
 #
-# 1. Clip it to the largest number of the format, as torchao does. <!-- tests/formats/test_scaling.py -->
-# 2. Find the largest power of two that is not above the value's magnitude. If this power is below the
-#    format's smallest normal number, use the smallest normal number instead. Divide by 2^(mantissa bits)
-#    to get the spacing of the numbers there.
-# 3. Round the value to a multiple of that spacing.
+# 1. Clip it to the largest number of the format, as torchao does.
+#    <!-- tests/formats/test_scaling.py -->
+# 2. Find the largest power of two that is not above the value's magnitude: 4. (If this power is below
+#    the format's smallest normal number, use the smallest normal number instead.)
+# 3. Divide it by 2^(mantissa bits) to get the spacing of the numbers there: 4 / 8 = 0.5.
+# 4. Round the value to a multiple of that spacing: 5.5.
 
 
 # %%
@@ -108,16 +114,16 @@ e2m1 = round_to(some, mantissa_bits=1, least_exponent=0, largest=6)
 assert torch.equal(e2m1, ELEMENTS["e2m1"].round(some))
 
 # %% [markdown]
-# After a `clamp`, PyTorch's cast gives the same numbers as our function. PyTorch's FP8 dtypes are for
-# storage and matmuls: [few other
+# The asserts show that our function gives the same numbers as `ELEMENTS` and as a `clamp` followed by
+# PyTorch's cast. PyTorch's FP8 dtypes are for storage and matmuls: [few other
 # ops](https://docs.pytorch.org/docs/stable/tensor_attributes.html) support them.
 #
 # ## The values that share a scale
 #
-# The largest value determines the scale. If the largest value is an outlier, smaller values with the same
-# scale may become zero. In the formats of `FORMATS`, a tensor, a row or a *block* (neighbouring values of
-# a row) shares a scale. `quantize` rounds a tensor to such a format, undoes the scaling, and returns the
-# result in fp32. <!-- tests/formats/test_scaling.py -->
+# The largest value determines the scale. If the largest value is an outlier, smaller values with the
+# same scale may become zero. So each format says which values share a scale: a whole tensor, a row, or
+# a *block* (neighbouring values of a row). `FORMATS` lists the formats in the table below. *MX*
+# formats (microscaling) are an open standard, and NVFP4 is NVIDIA's own.
 #
 # | format | element | values that share a scale | number format of the scale |
 # |---|---|---|---|
@@ -127,10 +133,14 @@ assert torch.equal(e2m1, ELEMENTS["e2m1"].round(some))
 # | `mxfp8`, `mxfp4` | E4M3, E2M1 | 32 in a row | E8M0: eight bits, a power of two |
 # | `nvfp4` | E2M1 | 16 in a row | E4M3; the tensor has a second scale in fp32 |
 #
-# We measure the error as the *signal to quantisation noise ratio* (SQNR) in decibels: 20 dB is an error
-# of 10 %, 40 dB of 1 %. We round two tensors with normally distributed values. In the second, one column
-# is a million times as large. Real activations also have columns of large values, called *outlier channels*, but less extreme ones. Before you
-# run this: in which formats will the other columns suffer?
+# `quantize` rounds a tensor to such a format, undoes the scaling, and returns the result in fp32. We
+# measure its error as the *signal to quantisation noise ratio* (SQNR) in decibels. An error as large
+# as the values is 0 dB, an error of 10 % is 20 dB, and an error of 1 % is 40 dB.
+# <!-- tests/formats/test_scaling.py -->
+#
+# We round two tensors with normally distributed values. In the second tensor, one column is a million
+# times as large as the others, as an extreme *outlier channel*. Before you run this: in which formats
+# will the other columns lose accuracy?
 
 
 # %%
@@ -154,9 +164,11 @@ _ = figures.sqnr_by_format(errors)
 # %% [markdown]
 # The figure shows the SQNR of all values but the outliers (higher is better). Without an outlier, the
 # error depends almost only on the element: about 31 dB in E4M3, about 20 dB in E2M1. The outlier ruins
-# the values that share its scale: the whole tensor in `fp8`, the whole row in `fp8-rowwise`. NVFP4
-# suffers as well, because its second scale covers the whole tensor. In `fp8-1x128` and the MX formats
-# (`mxfp8`, `mxfp4`), only one block in each row suffers. We check this:
+# the values that share its scale: the whole tensor in `fp8`, and the whole row in `fp8-rowwise`. Here
+# every row has an outlier. NVFP4 suffers as well, because its second scale covers the whole tensor. In
+# `fp8-1x128` and the MX formats (`mxfp8`, `mxfp4`), only one block in each row suffers. We check this,
+# and print how many bits a value takes with its share of the scale. For example, a scale of 8 bits for
+# 32 values adds 0.25 bits to each value:
 
 # %% tags=["nbval-ignore-output"]
 alone, beside = errors["normal"], errors["one outlier channel"]
@@ -171,7 +183,8 @@ for name in NAMES:
 
 # %% [markdown]
 # Real outlier channels of language models are [often ten times](https://arxiv.org/abs/2208.07339) as
-# large as the rest. Which formats suffer from a factor of 100?
+# large as the rest. Now we make the column only 100 times as large as the others. Which formats still
+# lose accuracy?
 
 # %% tags=["nbval-ignore-output"]
 usual = normal.clone()
@@ -186,21 +199,17 @@ assert at_100["mxfp4"] < at_100["nvfp4"] < alone["nvfp4"] - 5
 # FP8 loses almost nothing, because the range of E4M3 covers the outlier and the rest. The four-bit
 # formats lose most of the block around the outlier. NVFP4 loses less, because its blocks are smaller.
 #
-# **When is the scale known?** To scale a tensor you need its largest magnitude, which is known only after
-# the whole tensor has been computed. *Current scaling* reads the tensor twice: to find the magnitude, and
-# to round. *Delayed scaling* reads it once: it uses the largest magnitude of [earlier
-# steps](https://nvidia.github.io/TransformerEngine/features/low_precision_training/fp8_delayed_scaling/fp8_delayed_scaling.html).
-# But if the values grow, the largest are clipped. <!-- tests/formats/test_scaling.py -->
-#
 # ## Train with rounded matmuls
 #
 # A linear layer has up to three matmuls in a training step: the output, the gradient of the input
 # (*dgrad*), and the gradient of the weight (*wgrad*). We round the operands of all three, as most of
-# [torchao's recipes](https://github.com/pytorch/ao/blob/main/torchao/float8/config.py) do. In the formats
-# with blocks or rows, the values that share a scale lie along the dimension that the matmul sums over. The
-# weight is therefore rounded twice: once for the output and once for dgrad.
+# [torchao's recipes](https://github.com/pytorch/ao/blob/main/torchao/float8/config.py) do. The values
+# of a row or block must lie along the dimension that the matmul sums over. The output sums over the
+# inputs of the layer, and dgrad sums over its outputs. The weight is therefore rounded twice, once for
+# each.
 #
-# All else stays in fp32: the other ops, the weights that the optimizer updates, and the sums of products.
+# Everything else stays in fp32: the other ops, the weights that the optimizer updates, and the sums of
+# products.
 
 
 # %%
@@ -235,9 +244,9 @@ def round_matmuls(model, form):
 
 
 # %% [markdown]
-# The model is a GPT of two blocks ([notebook 17](17_language_model.ipynb) explains it). It predicts the
-# next character of a text, the source code of Python's `argparse`. Its embedding and head are not
-# rounded. <!-- code -->
+# The model is a GPT of two blocks ([notebook 17](17_language_model.ipynb) explains it). It predicts
+# the next character of a text, the source code of Python's `argparse`. Its embedding and its last
+# layer (the head) are not rounded. <!-- code -->
 
 
 # %%
@@ -274,7 +283,8 @@ def train(form, seed, steps):
 
 # %% [markdown]
 # We train in fp32, in E4M3 without a scale, and in four formats with scales, with three seeds each.
-# Before you run this: which learn as well as fp32?
+# The cell prints the mean loss of the last 20 steps. Before you run this: which formats learn as well
+# as fp32?
 
 # %% tags=["nbval-ignore-output"]
 no_scale = Format("fp8, no scale", ELEMENTS["e4m3"], (0, 0), scale="none")
@@ -290,10 +300,10 @@ for name, values in last.items():
 _ = figures.loss_from_fp32(losses)
 
 # %% [markdown]
-# The figure shows how far each loss is above that of fp32: the mean of three seeds, with bars for their
-# range. The grey band is the range of fp32's own seeds. With scales, FP8 and MXFP8 stay within the band,
-# and the four-bit formats may end a little higher. Without a scale the model learns less, because E4M3 rounds
-# many gradients to zero. We check this:
+# The figure shows how far each loss is above that of fp32: the mean of three seeds, with bars for
+# their range. The grey band is the range of fp32's own seeds. With scales, FP8 and MXFP8 stay within
+# the band, and the four-bit formats end a little higher. Without a scale the model learns less,
+# because E4M3 rounds many gradients to zero. We check this:
 
 # %%
 between_seeds = max(last["fp32"]) - min(last["fp32"])
@@ -308,20 +318,14 @@ for name in ("mxfp4", "nvfp4"):
 # tiny GPT can fail in a long training of a large model. But **a format that fails here is not worth a
 # large run**.
 #
-# NVIDIA's [recipe for NVFP4](https://arxiv.org/abs/2509.25149) adds three remedies, among others:
-#
-# - A *random Hadamard transform* multiplies both operands of a matmul by the same orthogonal matrix. The
-#   exact result stays the same, but an outlier is spread over many values.
-#   <!-- tests/formats/test_matmul.py -->
-# - *Stochastic rounding* rounds gradients up or down at random, so sums are right on average ([notebook
-#   16](16_low_precision_state.ipynb)).
-# - *Some layers stay in 16 bits*: [embeddings, the head, routers and
-#   norms](https://arxiv.org/abs/2412.19437), and layers whose error is large.
+# **Keep some layers in 16 bits**: [embeddings, the head, routers and
+# norms](https://arxiv.org/abs/2412.19437), and layers whose error is large. NVIDIA's [recipe for
+# NVFP4](https://arxiv.org/abs/2509.25149) does so too.
 #
 # ## Compare with PyTorch's FP8 matmul
 #
-# PyTorch's FP8 matmul, `torch._scaled_mm`, takes the rounded operands and their scales. It runs on a GPU
-# with FP8 hardware, and also on a CPU, as here:
+# PyTorch's FP8 matmul, `torch._scaled_mm`, takes the rounded operands and their scales. It runs on a
+# GPU with FP8 hardware, and also on a CPU. We compare its result with that of our simulation:
 
 # %% tags=["nbval-ignore-output"]
 a, b = torch.randn(32, 64), torch.randn(48, 64)
@@ -344,15 +348,15 @@ assert off < 2**-8  # the rounding of the result to bf16
 # %% [markdown]
 # The results agree, up to the rounding to bf16.
 #
-# ## Sums in 14 bits
+# ## Sums in 14 bits (optional)
 #
 # Our simulation adds the products in fp32. A Hopper or Ada GPU adds FP8 products in [about 14
 # bits](https://arxiv.org/abs/2412.19437), unless the kernel moves partial sums to fp32. With its argument
 # `use_fast_accum=True`, PyTorch's FP8 matmul skips these moves. torchao sets this argument for the output
 # of a layer. `hopper_matmul` adds as an H100 does, bit for bit. <!-- tests/formats/test_hopper_sums.py -->
 #
-# We sum 4096 products, first of values with both signs, then of their magnitudes. Before you run this: in
-# which case do 14 bits cost more?
+# We sum 4096 products, first of values with both signs, then of their magnitudes. Before you run this:
+# in which case does a sum in 14 bits lose more accuracy?
 
 # %%
 rows = torch.randn(2, 16, 4096)
@@ -367,9 +371,10 @@ for kind_of_values, (left, right) in (("both signs", rows), ("one sign", rows.ab
 
 # %% [markdown]
 # An H100 adds 32 products at a time, so each sum takes 128 additions. With one sign, the sum keeps
-# growing, and each addition cuts off the bits that do not fit into 14 bits. The inputs of a layer after
-# ReLU have one sign. If its weights have one sign too, `rehearse` (below) tells you to turn
-# `use_fast_accum` off. <!-- tests/remedies/test_advise_remedies.py -->
+# growing, and each addition cuts off the bits that do not fit into 14 bits. With both signs, the sum
+# stays small, so little is cut off. The inputs of a layer after ReLU have one sign. If its weights
+# have one sign too, `rehearse` (below) tells you to turn `use_fast_accum` off.
+# <!-- tests/remedies/test_advise_remedies.py -->
 #
 # ## Train in FP8 on a GPU
 #
@@ -412,10 +417,15 @@ assert (usual, fnuz, torch.finfo(torch.float8_e4m3fnuz).max) == (1.0, 0.5, 240)
 # %% [markdown]
 # ## Test your own model
 #
-# `rehearse` tests these formats on your model. It runs one step in fp32, and repeats the matmuls of linear
-# layers and convolutions in each format. Their errors show which layers are better left in 16 bits. Then it
-# runs the whole model with all other layers rounded. First we make one of the 256 features in the
-# MLP of our GPT's second block about a million times as large: <!-- tests/formats/test_rehearsal.py -->
+# `rehearse` tests these formats on your model in three steps:
+#
+# 1. It runs one training step in fp32.
+# 2. In each format, it repeats the matmuls of linear layers and convolutions. Layers with a large
+#    error are better left in 16 bits.
+# 3. In each format, it runs the whole model with all other layers rounded.
+#
+# We call `rehearse` on our GPT, with an outlier for it to find. In the MLP of the second block, we
+# make one of the 256 features about a million times as large: <!-- tests/formats/test_rehearsal.py -->
 
 # %% tags=["nbval-ignore-output"]
 torch.manual_seed(0)
@@ -443,13 +453,18 @@ report
 #   tensor shares a scale.
 # - With the starred layers in 16 bits, the whole model is *accurate enough in one step*: its loss and
 #   gradients are close to those of fp32. `rehearse` did not test whether the model learns.
+# - On a GPU, FP8 matmuls need sizes that are multiples of 16 ([what to
+#   pad](08g_speed_and_memory.ipynb#A-size-is-not-a-multiple-of-16-or-8)). This is why the head,
+#   `token.weight`, has a star.
+# - The row *layers* says how many layers of the nine have no star.
 # - The code at the end converts the model with torchao. `rehearse` ran it on a copy first.
 #   <!-- tests/formats/test_rehearsal.py -->
 #
-# The command is `amp-lab rehearse`. `rehearse --steps` also trains in each format and in bf16. `--for h100`
-# forecasts which layers would be faster on an H100. On a GPU, FP8 matmuls need sizes that are multiples of
-# 16 ([what to pad](08g_speed_and_memory.ipynb#A-size-is-not-a-multiple-of-16-or-8)). This is why the head,
-# `token.weight`, has a star. <!-- tests/cli/test_rehearse_command.py -->
+# From the command line, call `amp-lab rehearse`. With `--steps`, it also trains in each format and in
+# bf16. With `--for h100`, it forecasts which layers would be faster on an H100.
+# <!-- tests/cli/test_rehearse_command.py -->
+#
+# We check what we said about the two layers and the gradients:
 
 # %%
 for layer in ("blocks.1.up", "blocks.1.down"):
@@ -463,11 +478,12 @@ assert report.formats[1].gradients_off < 2**-4  # the largest rounding error of 
 #
 # - Below 16 bits a tensor has low-precision elements *and* scales. The element determines the error of
 #   ordinary values. The scales determine which values an outlier damages.
-# - One scale for the tensor is enough for FP8 with usual outliers. In four bits an outlier wipes out most
-#   of its block, so smaller blocks help.
-# - Our simulation adds products in fp32. [A Hopper GPU](#Sums-in-14-bits) adds them in about 14 bits.
-# - A format that fails in a rehearsal is not worth a large run. A format that passes the check can still
-#   fail in a long run.
+# - One scale for the tensor is enough for FP8 with usual outliers. In four bits an outlier wipes out
+#   most of its block, so smaller blocks help.
+# - Our simulation adds products in fp32. [A Hopper GPU](#Sums-in-14-bits-(optional)) adds them in
+#   about 14 bits.
+# - A format that fails in a rehearsal is not worth a large run. A format that passes the check can
+#   still fail in a long run.
 #
 # [Notebook 10](10_speed_ladder.ipynb) measures the speed of each precision on your device.
 #
