@@ -71,8 +71,8 @@ assert loss.dtype is weight.dtype is weight.grad.dtype is torch.float32
 #
 # ## Settings and data
 #
-# The full scale trains the whole network in batches of 128. The quick scale trains a narrower network with
-# fewer blocks, because we train it six times and two CPU cores should need little time.
+# The full scale trains the whole network in batches of 128. The quick scale trains a narrower network
+# with fewer blocks, so that a CPU needs little time for several trainings.
 
 # %%
 DOWNLOAD = False  # True: fetch CIFAR-10 (170 MB) into data/ if it is not there
@@ -116,15 +116,13 @@ def train_loader(epoch, seed):
 # forward pass and the loss run under autocast, and the scaler handles `backward` and `step`.
 # <!-- tests/notebooks/test_05_cifar10_mobilenet.py -->
 #
-# Both autocast and `GradScaler` take `enabled=`. If it is `False`, autocast casts nothing. The scaler
-# leaves the loss unchanged and only calls `optimizer.step`. So one loop serves every precision: we
-# enable autocast for fp16 and bf16, and the scaler for fp16 alone.
+# Both autocast and `GradScaler` take `enabled=`. With `enabled=False`, autocast casts nothing, and the
+# scaler leaves the loss unchanged and only calls `optimizer.step`. So one loop serves every precision:
+# we enable autocast for fp16 and bf16, and the scaler for fp16 alone.
 # <!-- tests/notebooks/test_05_cifar10_mobilenet.py -->
 #
 # [`channels_last`](https://docs.pytorch.org/tutorials/intermediate/memory_format_tutorial.html) is a
-# memory layout in which convolutions are usually faster. We sum the loss on the device and read it once
-# per epoch, because every `loss.item()` makes the CPU [wait for the
-# GPU](https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html#avoid-unnecessary-cpu-gpu-synchronization).
+# memory layout in which convolutions are usually faster.
 
 
 # %%
@@ -189,7 +187,8 @@ def new_run(dtype, seed, steps):
 # %% [markdown]
 # ## Train in each precision
 #
-# `float32_mode` turns TF32 off for FP32, because a recent NVIDIA GPU would otherwise [use TF32 for
+# The function `train` trains a new network for all epochs. `float32_mode` turns TF32 off in the FP32
+# runs, because a recent NVIDIA GPU would otherwise [use TF32 for
 # convolutions](https://docs.pytorch.org/docs/stable/notes/cuda.html#tensorfloat-32-tf32-on-ampere-and-later-devices).
 # <!-- tests/core/test_precision.py -->
 
@@ -212,8 +211,7 @@ def train(precision, seed):
 # On a CPU we leave out fp16, because it is slow on [CPUs that emulate it](../docs/hardware.md). Each
 # precision trains with three seeds.
 #
-# Before you run this: will the training losses of two precisions differ more or less than the losses of
-# two seeds?
+# Before you run this: do two precisions differ more than two seeds do, or less?
 
 # %% tags=["nbval-ignore-output"]
 report = describe_device(device)
@@ -229,15 +227,16 @@ _ = figures.loss_and_accuracy(losses, accuracies)
 assert all((loss[:, -1] < 0.5 * loss[:, 0]).all() for loss in losses.values())  # all have learned
 
 # %% [markdown]
-# The training loss is on the left. The accuracy on held-out images is on the right. Each line is the mean
-# over three seeds. The band around a line reaches from the lowest to the highest result of the seeds. The
-# results of two seeds in one precision differ by more than the mean results of the two precisions.
+# The training loss is on the left. The accuracy on held-out images is on the right. Each line is the
+# mean over three seeds. The band around a line reaches from the lowest to the highest result of the
+# seeds. The bands overlap in nearly every epoch, so two seeds differ about as much as two precisions.
 #
 # ## Is the accuracy the same?
 #
-# Accuracy also depends on the seed and on the number of test images. An accuracy $p$ on $n$ images has a
-# standard error of about $\sqrt{p (1 - p) / n}$. As a rough yardstick, a difference between precisions
-# counts if it is larger than the spread of the seeds plus two standard errors.
+# Accuracy also depends on the seed and on the choice of test images. The *standard error* tells how
+# far the accuracy would typically change with other test images. For an accuracy $p$ on $n$ images it
+# is about $\sqrt{p (1 - p) / n}$. Our rough yardstick: a difference between precisions counts if it is
+# larger than the spread of the seeds plus two standard errors. We compute both, in percentage points:
 
 # %% tags=["nbval-ignore-output"]
 final = {precision: accuracy[:, -1] for precision, accuracy in accuracies.items()}  # (seeds,) each
@@ -252,7 +251,7 @@ for precision, found in final.items():
 print(f"seeds differ by up to {100 * spread:.1f} points, standard error {100 * error:.1f} points")
 
 # %% [markdown]
-# The precisions differ by less than this yardstick, so this run shows no loss of accuracy. To see a
+# The precisions differ by less than the yardstick, so this run shows no loss of accuracy. To detect a
 # smaller difference, test on more images or train more seeds.
 #
 # ## Find the slow layers
@@ -261,12 +260,13 @@ print(f"seeds differ by up to {100 * spread:.1f} points, standard error {100 * e
 # first convolution, MobileNetV2 has two kinds of convolution:
 #
 # - A *pointwise* convolution has 1x1 kernels and is a matmul over the channels.
-# - A *depthwise* convolution has 3x3 kernels, each of which sees a single channel. So it computes little
-#   for each byte that it moves. We time those with stride 2 separately.
+# - A *depthwise* convolution has 3x3 kernels, each of which sees a single channel. So it computes
+#   little for each byte that it moves. We time depthwise convolutions with stride 2 separately.
 #   <!-- tests/notebooks/test_05_cifar10_mobilenet.py -->
 #
-# We compare FP32 with the fastest 16-bit precision of this device. `compare` runs both in turns and
-# checks whether the machine is busy, as in [notebook 04](04_fp32_vs_amp.ipynb#Time-of-a-training-step).
+# We compare FP32 with the fastest 16-bit precision of this device. `compare` runs both precisions in
+# turns and checks whether the machine is busy, as in [notebook
+# 04](04_fp32_vs_amp.ipynb#Time-of-a-training-step).
 
 # %%
 amp = next((p for p in fit_for if p.dtype is not torch.float32), Precision.BF16)
@@ -301,17 +301,18 @@ _ = figures.time_by_kind(kind_times)
 assert list(kind_times) == list(KINDS)
 
 # %% [markdown]
-# Each kind of layer has two bars: FP32 on the left, and autocast, hatched, on the right. The number above a
-# hatched bar is the speed-up. The thin lines are the intervals of the speed-ups. Grey bars mean that the
-# machine was too busy. On this CPU the depthwise layers are slower under autocast. The four with stride 2
-# lose more time than all other layers gain. On another device, look for a kind of layer that autocast makes
-# much slower.
+# Each kind of layer has two bars: FP32 on the left, and autocast, hatched, on the right. The number
+# above a hatched bar is the speed-up of autocast, so a number below 1x means that autocast is slower.
+# The thin lines are the intervals of the times. On this CPU autocast makes both kinds of depthwise
+# layers slower. The four layers with stride 2 lose more time than all other layers gain. On another
+# device, look for a kind of layer that autocast makes much slower. (Grey bars mean that the machine
+# was too busy.)
 #
-# ## Keep the slow layers in FP32
+# ## Keep the slow layers in FP32 (optional)
 #
-# You can disable autocast inside an autocast block. We call such a region an *fp32 island*. We put
-# depthwise layers of one kind into an island if their speed-up is below 1x, with its whole interval.
-# <!-- tests/notebooks/test_05_cifar10_mobilenet.py -->
+# Inside an autocast block you can disable autocast for a few layers, which then compute in fp32. We
+# call such a region an *fp32 island*. A kind of depthwise layers goes into an island if the whole
+# interval of its speed-up lies below 1x. <!-- tests/notebooks/test_05_cifar10_mobilenet.py -->
 
 
 # %%
@@ -341,9 +342,9 @@ def make_islands(model):
 
 
 # %% [markdown]
-# How much time do the islands save? We time a whole training step of the full-width network in FP32, in
-# plain autocast, and with islands. Each step calls `train_epoch` on one batch of 160x160 images, so the
-# speed-ups can differ from those above.
+# How much time do the islands save? We time a whole training step of the full-width network in FP32,
+# under plain autocast, and under autocast with islands. Each step calls `train_epoch` on one batch of
+# 160x160 images. These images are larger than those above, so the speed-ups can differ.
 
 # %% tags=["nbval-ignore-output"]
 print("kept in fp32:", " and ".join(losers) or "nothing, because none is known to be slower")
@@ -356,17 +357,18 @@ print(step_times)
 assert list(step_times.samples_s) == [*both, "islands"]
 
 # %% [markdown]
-# The number beside each time is its speed-up over FP32, with its interval. A ratio shows a difference only
-# if its whole interval lies above or below 1x.
+# The number beside each time is its speed-up over FP32, with its interval. If the interval contains
+# 1x, the run does not show a difference. On this CPU, the step with islands is the fastest.
 #
 # ## Resume: to the last bit
 #
 # A checkpoint has to hold everything that changes during a run: the network, the optimizer, the
 # schedule, the scaler, the random states (dropout draws from them) and the number of epochs done. We
-# test that an interrupted run ends with *the same weights, bit for bit*, as an uninterrupted one.
+# test that an interrupted run ends with *the same weights, bit for bit*, as an uninterrupted run.
 #
-# We use a tiny run in fp16, on digits of 8x8 pixels. Its scaler starts far too high, so its state
-# matters within 16 steps ([`course/tiny_run.py`](course/tiny_run.py)).
+# We use a tiny run of 16 steps in fp16, on digits of 8x8 pixels
+# ([`course/tiny_run.py`](course/tiny_run.py)). Its loss scale starts far too high, so the scaler has
+# to lower it in the first steps.
 
 
 # %%
@@ -396,8 +398,8 @@ assert scales[0] > scales[1]  # it has skipped steps
 
 # %% [markdown]
 # The scaler skipped steps and lowered its scale before the run was saved. To resume, we create a new
-# run, load the saved states into it, and continue. The new network starts from another seed, so its
-# weights cannot be right by accident.
+# run, load the saved states into it, and continue. The new network starts from another seed, so only
+# loading can make its weights right.
 
 
 # %%
@@ -414,6 +416,9 @@ def resume(path, forget=()):
     return run
 
 
+# %% [markdown]
+# We resume the saved run and compare it with the uninterrupted run:
+
 # %%
 resumed = resume(path)
 for mine, theirs in zip(resumed["model"].parameters(), whole["model"].parameters(), strict=True):
@@ -425,8 +430,8 @@ for name in ("scaler", "scheduler"):
 print("bitwise equal: weights, optimizer, scaler, schedule")
 
 # %% [markdown]
-# Everything is equal. Now we leave out one state at a time. Before you run this: which of the four can
-# we do without?
+# Everything is equal. Now we leave out one state at a time: optimizer, schedule, scaler or random
+# states. Before you run this: without which of them do the weights stay the same?
 
 # %%
 for name in ("optimizer", "scheduler", "scaler", "random"):
@@ -437,32 +442,24 @@ assert largest_difference(resumed, whole) == 0
 folder.cleanup()
 
 # %% [markdown]
-# We need all four. If one is missing, there is no error, but the weights end up different:
+# We need all four states. If one is missing, PyTorch raises no error, but the weights end up
+# different:
 #
 # - A new scaler starts from its initial scale.
 # - A new optimizer starts Adam's averages from zero.
 # - A new schedule starts from its first learning rate.
 # - With another random state, dropout drops other values.
 #
-# `amp-lab train` runs such a loop, with curves and checkpoints: <!-- tests/train/test_run.py -->
-#
-# ```bash
-# pdm run amp-lab train --dataset cifar10 --precision bf16 --out runs/x
-# ```
-#
-# To clip gradients as well, see [notebook 07](07_training_recipes.ipynb#Clip-gradients).
-#
 # ## Summary
 #
-# - AMP changes or adds eight marked lines: six in the training loop, one in the evaluation, and one that
-#   creates the scaler. With `enabled=`, one loop serves every precision. One scaler serves the whole
-#   run.
-# - A difference in accuracy counts if it is larger than the spread of the seeds plus the uncertainty from
-#   the number of test images.
-# - Time autocast on your shapes. If it is slower than FP32, time the layers by kind, and run the slow
-#   kinds in FP32.
-# - A checkpoint also needs the scaler and the random states. To see that nothing is missing, check that
-#   a resumed run ends with bitwise equal weights.
+# - AMP needs eight marked lines: six in the training loop, one in the evaluation, and one that creates
+#   the scaler. With `enabled=`, one loop serves every precision. One scaler serves the whole run.
+# - A difference in accuracy counts if it is larger than the spread of the seeds plus the uncertainty
+#   from the number of test images.
+# - Time autocast on the sizes that you use. If autocast is slower than FP32, time the layers by kind,
+#   and run the slow kinds in FP32.
+# - A checkpoint also needs the scaler and the random states. To see that nothing is missing, check
+#   that a resumed run ends with bitwise equal weights.
 #
 # Next, [notebook 06](06_caltech256_resnet50.ipynb) trains with twice the batch size in the same memory.
 #

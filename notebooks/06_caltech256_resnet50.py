@@ -9,12 +9,13 @@
 # %% [markdown]
 # # Train a ResNet-50 on twice the batch in the same memory
 #
-# **What you'll do.** Train a new head on a frozen ResNet-50, in FP32 and with AMP. Then count the memory
-# of a training step, tensor by tensor, to see why a GPU with 6 GB runs out of memory at batch 512 in
-# FP32, but not with AMP.
+# **What you'll do.** Train a new last layer (the *head*) on a frozen ResNet-50, in FP32 and with AMP.
+# Then count the memory of a training step, tensor by tensor. The count shows why a GPU with 6 GB runs
+# out of memory at batch 512 in FP32, but not with AMP.
 #
 # **What you'll learn.**
-# - how much memory a frozen backbone saves, and which of its numbers still change;
+# - how much memory it saves to freeze the backbone (all layers before the head), and which of its
+#   numbers still change;
 # - how to write one training step for every precision;
 # - how to count the memory of a training step that does not fit into your machine;
 # - why AMP nearly halves this memory, and which tensors keep their size.
@@ -72,15 +73,15 @@ with torch.device("meta"):
     assert resnet50().conv1(torch.empty(512, 3, 224, 224)).shape == maps.shape
 
 # %% [markdown]
-# In FP32 this tensor takes a quarter of the memory. Three such tensors fit, but a fourth does not, and a
-# network holds several at a time. In fp16 each number takes half as many bytes, so there is room for
-# about twice as many images.
+# In FP32 this tensor takes a quarter of the GPU's memory. Three such tensors fit, but a fourth does
+# not, and a network holds several large tensors at a time. In fp16 each number takes half as many
+# bytes, so there is room for about twice as many images.
 #
 # ## A frozen backbone and a new head
 #
-# We load images and weights. The quick scale uses smaller pictures. The notebook uses Caltech-256 if it
-# is in `data/`, and pretrained weights if torchvision has them in its cache. Set `DOWNLOAD` to `True` to
-# fetch both.
+# We load images and weights. The quick scale uses smaller pictures. The notebook uses Caltech-256 if
+# it is in `data/`, and pretrained weights if torchvision has them in its cache. Otherwise it generates
+# pictures and random weights. To fetch the images and the weights, set `DOWNLOAD` to `True`.
 
 # %% tags=["nbval-ignore-output"]
 DOWNLOAD = False  # True: fetch 1.2 GB of photographs and 98 MB of weights where they are missing
@@ -208,11 +209,13 @@ for precision in precisions:
     assert abs(accuracy - fp32_accuracy) <= 3 * 2**0.5 * error
 
 # %% [markdown]
-# The percentages are relative to FP32. One run of each precision cannot show whether a few percent come
-# from the precision or from chance, so [notebook 04](04_fp32_vs_amp.ipynb#Do-they-learn-the-same?)
-# compares several seeds. [Notebook 05](05_cifar10_mobilenet.ipynb) adds checkpoints and timings.
+# The percentage beside a loss is relative to FP32. An accuracy of 25 % is chance for four classes. One
+# run of each precision cannot show whether a few percent come from the precision or from chance, so
+# [notebook 04](04_fp32_vs_amp.ipynb#Do-they-learn-the-same?) compares several seeds. [Notebook
+# 05](05_cifar10_mobilenet.ipynb) adds checkpoints and timings.
 #
-# Look at the tutorial's table again. What else differs between FP32 and AMP?
+# Look at the tutorial's table again. Besides the precision, what differs between its runs in FP32 and
+# with AMP?
 
 # %%
 steps_at = {size: -(-26_802 // size) * 10 for size in (256, 512)}  # in ten epochs, rounded up
@@ -220,17 +223,19 @@ print(f"AMP is {68.1 / 61.7:.2f}x as fast; {steps_at[256]} steps in FP32, {steps
 assert steps_at == {256: 1050, 512: 530}
 
 # %% [markdown]
-# The AMP run had twice the batch, so it took half as many steps. The 2.2 points between the accuracies
-# may come from fewer steps, chance, or fp16. The speed-up is small because a GTX 1060 is older than
-# [Tensor Cores](https://docs.nvidia.com/deeplearning/performance/mixed-precision-training/index.html),
-# the units that multiply fp16 matrices faster. On that GPU, AMP gave room for a larger batch.
+# The AMP run had twice the batch, so it took half as many steps. The accuracy with AMP was 2.2 points
+# lower. The reason may be fewer steps, chance, or fp16. The speed-up is small because a GTX 1060 is
+# older than [Tensor
+# Cores](https://docs.nvidia.com/deeplearning/performance/mixed-precision-training/index.html), the
+# units that multiply fp16 matrices faster. What AMP gave on that GPU was memory for a larger batch.
 #
 # ## Count the memory of a step
 #
 # Why did FP32 not fit at batch 512? We count bytes. A `TorchDispatchMode` sees each operation that
 # PyTorch runs and the tensors that it returns. Our mode keeps a dictionary of the storages (blocks of
-# memory) of these tensors. An entry disappears when its storage is freed. The mode remembers the largest
-# total. <!-- tests/notebooks/test_06_caltech256_resnet50.py -->
+# memory) of these tensors. An entry disappears when its storage is freed. After each operation, the
+# mode adds up the bytes of all entries, and it remembers the largest sum.
+# <!-- tests/notebooks/test_06_caltech256_resnet50.py -->
 
 
 # %%
@@ -276,9 +281,10 @@ def two_steps(batch_size, dtype, device, *, image_size=224, freeze=True):
 
 
 # %% [markdown]
-# A real step at batch 512 would take gigabytes, so we let PyTorch pretend. Under `FakeTensorMode` a layer
-# returns a tensor with the right shape and dtype, but PyTorch neither allocates nor computes its numbers.
-# Here we even create a tensor of 4 TiB.
+# A real step at batch 512 would take gigabytes, so we use *fake tensors*. Under `FakeTensorMode` a
+# layer returns a tensor with the right shape and dtype, but PyTorch neither allocates nor computes its
+# numbers. As an example, we add 1 to a tensor of 4 TiB. The function `peak` counts two training steps
+# on fake tensors.
 
 # %%
 with FakeTensorMode():
@@ -294,7 +300,8 @@ def peak(batch_size, dtype, **options):
 
 
 # %% [markdown]
-# Can we trust fake tensors? On a batch small enough to run, they must give the same count as real ones.
+# Can we trust fake tensors? For a batch that is small enough to run, fake tensors must give the same
+# count as real tensors:
 
 # %% tags=["nbval-ignore-output"]
 for dtype in (torch.float32, torch.bfloat16):
@@ -305,9 +312,9 @@ for dtype in (torch.float32, torch.bfloat16):
     assert abs(fake / counted - 1) < 0.001  # a few small buffers may differ in dtype
 
 # %% [markdown]
-# The counts are equal. Now we count the three rows of the tutorial's table. For AMP we use bf16, which
-# takes as many bytes as fp16. Before you run this: how much will AMP need at batch 512, compared with
-# FP32 at 256 and at 512?
+# The counts are equal. Now we count the memory of the three rows of the tutorial's table. For AMP we
+# use bf16, which takes as many bytes as fp16. Before you run this: how much will AMP need at batch
+# 512, compared with FP32 at 256 and at 512?
 
 # %%
 frozen = {
@@ -341,10 +348,12 @@ for name in ("FP32, batch 512", "AMP, batch 512"):
     assert Counter(shape for shape, _, _ in frozen[name].peak)[512, 256, 56, 56] == 3
 
 # %% [markdown]
-# The peak is in the first residual block, where three tensors with 256 maps are alive: the result of the
-# block's three convolutions, and the shortcut before and after batch normalisation. The tensor with 64
-# maps is the block's input. With AMP all these maps take half the bytes, but the images stay fp32. Earlier
-# maps are already freed, because no parameter of the frozen backbone needs a gradient.
+# Each line shows how many tensors there are, their size, dtype and shape. The peak is in the first
+# residual block, where three tensors with 256 maps are alive: the output of the block's three
+# convolutions, and the shortcut before and after its batch normalisation. The tensor with 64 maps is
+# the block's input. The tensor with 3 channels is the images. With AMP all maps take half the bytes,
+# but the images stay fp32. Earlier maps are already freed, because no parameter of the frozen backbone
+# needs a gradient.
 #
 # ## Train the backbone too
 #
@@ -382,8 +391,9 @@ _ = figures.memory_by_dtype(
 #
 # ## The largest batch
 #
-# How many images fit into 6 GiB? Memory grows linearly with the batch: from 256 to 512 by twice as much
-# as from 128 to 256. So two counts give us the fixed bytes of a step and the bytes for each image.
+# How many images fit into 6 GiB? Memory grows linearly with the batch size: it grows twice as much
+# from 256 to 512 as from 128 to 256. So two counts tell us how many bytes a step always takes, and how
+# many bytes each image adds.
 
 # %%
 small, half, whole = (peak(size, torch.float32).peak_bytes for size in (128, 256, 512))
@@ -399,8 +409,12 @@ for dtype in (torch.float32, torch.bfloat16):
 assert most[torch.bfloat16] > 1.8 * most[torch.float32]
 
 # %% [markdown]
-# With AMP, about twice as many images fit. Both numbers are upper bounds, because they leave room for
-# tensors only. [Notebook 09](09_xray_your_model.ipynb#Will-it-fit?) makes this forecast for your model.
+# With AMP, about twice as many images fit. Both batch sizes are upper bounds, because the count
+# contains only tensors. [Notebook 09](09_xray_your_model.ipynb#Will-it-fit?) makes this forecast for
+# your model.
+
+# %% [markdown]
+# We delete the generated pictures:
 
 # %%
 workspace.cleanup()  # deletes generated pictures
@@ -408,8 +422,8 @@ workspace.cleanup()  # deletes generated pictures
 # %% [markdown]
 # ## Run out of memory on purpose (optional)
 #
-# On a GPU we can check the count. `set_per_process_memory_fraction` limits PyTorch's allocator to 6 GiB.
-# If a step needs more, PyTorch [runs out of
+# On a GPU we can check the count. `set_per_process_memory_fraction` limits PyTorch's allocator to 6
+# GiB. If a step needs more memory, PyTorch [runs out of
 # memory](https://docs.pytorch.org/docs/stable/generated/torch.cuda.memory.set_per_process_memory_fraction.html)
 # and raises `torch.OutOfMemoryError`.
 
@@ -453,11 +467,12 @@ else:
 #
 # ## Summary
 #
-# - Autograd saves no activations of a frozen backbone. Here this saves far more memory than AMP. In
-#   training mode, the running averages still change.
+# - Autograd saves no activations of a frozen backbone. In our counts, freezing the backbone saves far
+#   more memory than AMP does. In training mode, the running averages still change.
 # - AMP halves most activations. Weights, optimizer state and images stay fp32.
-# - A dispatch mode under `FakeTensorMode` counts the memory of a step that does not fit into your machine.
-# - Leave some room: a batch that nearly fills the GPU by this count may not fit.
+# - A dispatch mode under `FakeTensorMode` counts the memory of a step that does not fit into your
+#   machine.
+# - Leave some memory free: a batch that nearly fills the GPU by this count may not fit.
 # - Use one scaler for the whole run.
 # - Twice the batch means half as many steps in an epoch, so compare accuracies at the same batch size.
 #

@@ -53,9 +53,9 @@ print("from the layer", query.dtype, " after the rotation", rotated.dtype)
 assert (query.dtype, rotated.dtype) == (torch.bfloat16, torch.float32)
 
 # %% [markdown]
-# An elementwise op of a bf16 and an fp32 tensor returns fp32. The result takes twice the memory, and stays
-# in fp32 until the next matmul casts it down. This is often what you want, but you should know where it
-# happens.
+# An elementwise op of a bf16 and an fp32 tensor returns fp32. The result takes twice the memory of a
+# bf16 tensor, and stays in fp32 until autocast casts it down for the next matmul. The extra precision
+# is often useful, but you should know where fp32 appears.
 #
 # ## A small GPT
 #
@@ -63,9 +63,10 @@ assert (query.dtype, rotated.dtype) == (torch.bfloat16, torch.float32)
 # today's language models:
 #
 # - The *residual stream* begins as the embedding of the tokens. Each block adds to it twice.
-# - A block consists of causal attention and an MLP of two layers. An RMSNorm comes before the attention and
-#   before the MLP.
-# - Rotary embeddings rotate q and k by angles that grow with the position.
+# - A block consists of causal attention and an MLP of two layers. An RMSNorm comes before the
+#   attention and before the MLP.
+# - In the attention, rotary embeddings rotate the queries (q) and keys (k) by angles that grow with
+#   the position. The values (v) are not rotated.
 # - The embedding and the last layer share one weight matrix (tied weights).
 #
 # The text is the source of the module `argparse`, with one token per character. `lm.split` keeps the last
@@ -81,8 +82,9 @@ print(f"{sum(p.numel() for p in small.parameters()):,} parameters, {len(text):,}
 # %% [markdown]
 # ## Where fp32 comes in
 #
-# X-ray shows what autocast does to each module. It runs the model on fake tensors, so the device need not be
-# in this machine. We ask about bf16 on a CUDA GPU:
+# `xray` shows what autocast does to each module. It runs the model on fake tensors, which have a shape
+# and a dtype but no values. So the device need not be in this machine. We ask about bf16 on a CUDA
+# GPU:
 
 
 # %%
@@ -101,13 +103,14 @@ assert dtypes["blocks.0.qkv"] == dtypes["blocks.0.rotate"] == dtypes[""] == torc
 result
 
 # %% [markdown]
-# All matmuls run in bf16. Three other parts run in fp32:
+# In the table, *work in* is the dtype of a module's matmuls, *other ops in* is the dtype of its other
+# ops, and *output* is what the module returns. All matmuls run in bf16. Three parts run in fp32:
 #
-# - **The residual stream**: the embedding is fp32, and bf16 plus fp32 gives fp32. This costs memory but helps
-#   accuracy: each block adds a small amount, and bf16 would round every sum.
-# - **The norms**: they read this stream. (An RMSNorm that reads bf16 returns fp32 under CUDA's autocast
-#   [from torch 2.12 on](https://github.com/pytorch/pytorch/issues/188955), and bf16 under a CPU's.)
-#   <!-- tests/tracing/test_advice.py -->
+# - **The residual stream**: the embedding is fp32, and bf16 plus fp32 gives fp32. This costs memory
+#   but helps accuracy: each block adds a small amount, and bf16 would round every sum.
+# - **The norms**: they read the residual stream, which is fp32. (An RMSNorm that reads bf16 returns
+#   fp32 under CUDA's autocast [from torch 2.12 on](https://github.com/pytorch/pytorch/issues/188955),
+#   and bf16 under a CPU's.) <!-- tests/tracing/test_advice.py -->
 # - **The rotations**: their cosines are fp32. The model casts the result with `.to(x.dtype)`.
 #
 # **The loss** should be fp32 too, but the logits are bf16. On a GPU `cross_entropy` rounds its
@@ -117,9 +120,10 @@ result
 # and `lm.loss_of` do.
 #
 # **If you cast the whole model**, the residual stream is bf16, and the rotations become wrong.
-# `model.to(torch.bfloat16)` also casts buffers, and a Llama model of transformers stores the rates of its
-# angles in a buffer. Cosines may be bf16, but rates or positions in bf16 make the angles wrong in long
-# texts ([notebook 08](08b_learning.ipynb#Positions-or-counts-are-wrong-beyond-256)).
+# `model.to(torch.bfloat16)` also casts buffers, and a Llama model of transformers stores the rates of
+# its angles in a buffer. (An angle is a rate times the position.) Cosines may be bf16, but rates or
+# positions in bf16 make the angles wrong in long texts ([notebook
+# 08](08b_learning.ipynb#Positions-or-counts-are-wrong-beyond-256)).
 #
 # So **load** a model in the dtype that you want, and do not cast it afterwards: `from_pretrained(…,
 # dtype=…)` leaves the rates in fp32. For full fine-tuning load it in fp32 and use autocast, because bf16
@@ -129,8 +133,8 @@ result
 #
 # ### One dtype for q, k and v
 #
-# Without `.to(x.dtype)` the rotation would return q and k in fp32, while v is in 16 bits. Under autocast,
-# attention casts all three. Outside autocast, it raises an error:
+# Without `.to(x.dtype)` the rotation would return q and k in fp32, while v is in 16 bits. Under
+# autocast, attention casts q, k and v to one dtype. Outside autocast, it raises an error:
 
 # %%
 q, v = torch.randn(1, 2, 8, 16), torch.randn(1, 2, 8, 16).bfloat16()
@@ -161,8 +165,8 @@ assert message.startswith("Expected query, key, and value to have the same dtype
 #
 # `lm.train` is the loop of [notebook 04](04_fp32_vs_amp.ipynb). Its first loss scale for fp16 is small
 # enough that no step is skipped. We train with three seeds in each precision. The test loss is always
-# computed in fp32, so that only the training differs. What changes the test loss more, the precision or the
-# seed?
+# computed in fp32, so that only the training differs. Before you run this: what changes the test loss
+# more, the precision or the seed?
 
 # %% tags=["nbval-ignore-output"]
 PRECISIONS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -231,16 +235,17 @@ torch.testing.assert_close(in_chunks, direct, rtol=1e-4, atol=1e-7)
 print(f"fp32 logits: {1024 * 8000 * 4 / 2**20:.1f} MiB, one chunk: {64 * 8000 * 4 / 2**20:.1f} MiB")
 
 # %% [markdown]
-# No logits are kept between the forward and the backward pass. `checkpoint` needs no change under autocast
-# ([notebook 07](07_training_recipes.ipynb#Checkpoint-activations) has an exception). From torch 2.13 on,
+# The 16 chunks need 2 MiB for their logits at a time, instead of 31.2 MiB. No logits are kept between
+# the forward and the backward pass. `checkpoint` needs no change under autocast ([notebook
+# 07](07_training_recipes.ipynb#Checkpoint-activations) has an exception). From torch 2.13 on,
 # [`F.linear_cross_entropy`](https://docs.pytorch.org/docs/2.13/generated/torch.nn.functional.linear_cross_entropy.html)
-# with `options` computes such a loss. But autocast does not apply to it, and for bf16 inputs it returns
-# the loss in bf16. <!-- tests/notebooks/test_17_language_model.py -->
+# with `options` computes such a loss. But autocast does not apply to it, and for bf16 inputs it
+# returns the loss in bf16. <!-- tests/notebooks/test_17_language_model.py -->
 #
 # ## Fine-tune with LoRA
 #
-# LoRA freezes a weight (the *base*) and adds a product of two narrow matrices (the *adapter*), which it
-# trains. Keep
+# LoRA freezes a weight (the *base*). It adds the product of two narrow matrices (the *adapter*) to the
+# weight, and trains only these matrices. Keep
 #
 # - the frozen base in **bf16**, because it never changes;
 # - the adapters in **fp32**, because bf16 would lose small updates ([notebook
@@ -272,6 +277,10 @@ class LoRA(nn.Module):
         return self.scaling * (self.up @ self.down)
 
 
+# %% [markdown]
+# The next function puts such layers into a model:
+
+
 # %%
 def with_lora(model):
     """A copy whose base is bf16 and frozen, with adapters in fp32 on its linear layers."""
@@ -286,8 +295,8 @@ def with_lora(model):
 
 
 # %% [markdown]
-# The base is the model that we trained in fp32. The new text is the source of another module, `inspect`.
-# We train the adapters under bf16 autocast:
+# The base is the model that we trained in fp32 above. We fine-tune it on a new text, the source of the
+# module `inspect`, and train the adapters under bf16 autocast:
 
 # %% tags=["nbval-ignore-output"]
 own_train, own_test = lm.split(inspect.getsource(inspect), characters)
@@ -309,9 +318,11 @@ assert dtypes["blocks.0.qkv"] == dtypes["blocks.1"] == torch.bfloat16  # no fp32
 #
 # ### What merging loses
 #
-# Merging adds the update to the weight, so that inference needs no adapter. If you store the sum in bf16,
-# each value is rounded. The size of an update depends on the learning rate, so we try our update at four
-# sizes. How much is left of an update that is a thousand times smaller than the weight?
+# Merging adds the update to the weight, so that inference needs no adapter. If you store the sum in
+# bf16, each value is rounded. How much of the update survives depends on its size. We scale our update
+# to four sizes: as large as the weight (by their norms), 100 times smaller, 1000 times smaller, and
+# 10,000 times smaller. Before you run this: how much is left of an update that is 1000 times smaller
+# than the weight?
 
 # %% tags=["nbval-ignore-output"]
 layer = adapted.blocks[1].up
@@ -329,9 +340,9 @@ assert arrived[1e-4] < 0.2 < arrived[1e-3] < 0.8
 assert stayed[1e-3] > 0.5
 
 # %% [markdown]
-# bf16 numbers are 0.4 to 0.8 % apart. If the update is larger than this distance, its rounding errors
-# mostly cancel out. At a thousandth of the weight, most values do not change, and a large part of the
-# update is lost. So choose one of these:
+# Neighbouring bf16 numbers are 0.4 to 0.8 % apart. If the update is larger than this distance, its
+# rounding errors mostly cancel out, even if some values do not change. At a thousandth of the weight,
+# most values do not change, and a large part of the update is lost. So choose one of these:
 #
 # - Keep the adapter separate.
 # - Merge into a copy in **fp32**.
@@ -344,8 +355,8 @@ assert stayed[1e-3] > 0.5
 # ## The same prompt, another text
 #
 # We let the model continue 32 prompts in fp32 and in bf16, always with the likeliest character.
-# `lm.continue_text` also returns the gap between the two best logits at each character. Before you run
-# this: will the texts agree?
+# `lm.continue_text` returns the texts. It also returns the gap between the two largest logits at each
+# character. Before you run this: will the texts in fp32 and bf16 agree?
 
 # %% tags=["nbval-ignore-output"]
 rows = lm.draw(test_data, 32, torch.Generator().manual_seed(1))[0].to(device)
@@ -362,20 +373,24 @@ print(f"bf16 moves a logit by up to {error:.2g}")
 print(f"{diverged.sum()} of 32 texts diverge, at gaps of up to {largest:.2g} between the two best")
 assert largest < 4 * error  # two logits move, perhaps farther than in our sample
 
+# %% [markdown]
+# Is the model worse in bf16? We compare its test loss:
+
 # %% tags=["nbval-ignore-output"]
 in_fp32, in_bf16 = lm.loss_on(model, test_data), lm.loss_on(model, test_data, torch.bfloat16)
 print(f"test loss: {in_fp32:.3f} in fp32, {in_bf16:.3f} in bf16")
 assert abs(in_bf16 - in_fp32) < 0.01
 
 # %% [markdown]
-# A text diverges where bf16 moves the logits by more than the gap between the two best (a *near tie*). The
-# rest of the text then differs, because each character depends on those before it. But the text in bf16 is
-# not worse: the test loss is nearly the same. So compare models by their loss, or by how often they choose
-# the same next token. Do not compare whole texts.
+# A text diverges where the gap between the two largest logits is so small that the rounding to bf16
+# changes their order (a *near tie*). The rest of the text then differs, because each character depends
+# on those before it. But the text in bf16 is not worse: the test loss is nearly the same. So compare
+# models by their loss, or by how often they choose the same next token. Do not compare whole texts.
 #
-# The same can happen within one precision. A matmul of a different shape may add in a different order. The
-# logits therefore change slightly with the batch, the length and the cache. We compare the logits of ten
-# characters, alone and in a longer text:
+# The same can happen within one precision. A matmul of a different shape may add in a different order.
+# The logits therefore change slightly with the batch size, the length of the text, and the cache of
+# keys and values. We compare the logits of ten characters, once alone and once at the beginning of a
+# longer text:
 
 # %% tags=["nbval-ignore-output"]
 for name, limit in (("fp32", 1e-3), ("bf16", 0.5)):
@@ -396,20 +411,23 @@ for name, limit in (("fp32", 1e-3), ("bf16", 0.5)):
 # --batch-sizes` shows whether two batch sizes differ by more than rounding, and which op differs
 # first. <!-- tests/difference/test_first_difference.py -->
 #
-# **The cache** of keys and values has a dtype too. Under autocast over fp32 weights, a Llama model of
-# transformers rotates with fp32 cosines, so its cache is fp32 and twice as large. For generation use a
-# model in bf16 without autocast. <!-- tests/notebooks/test_17_language_model.py -->
+# **The cache** has a dtype too. If a Llama model of transformers has fp32 weights and runs under
+# autocast, it rotates the keys with fp32 cosines, and its cache is fp32. This takes twice the memory
+# of bf16. For generation use a model in bf16 without autocast.
+# <!-- tests/notebooks/test_17_language_model.py -->
 #
 # ## Summary
 #
 # - Under autocast over fp32 weights, the matmuls of this GPT run in 16 bits. Norms, rotations and the
 #   residual stream are [fp32](#Where-fp32-comes-in). Over bf16 weights the stream is bf16.
-# - Cast the logits to fp32 for the loss: `.float()`. Over a large vocabulary compute the loss in chunks.
-# - Load a model in the dtype that you want, and do not cast it afterwards: its rotation rates must be fp32.
-# - Outside autocast, q, k and v need one dtype. On CUDA flash attention needs 16 bits.
+# - Cast the logits to fp32 for the loss: `.float()`. Over a large vocabulary compute the loss in
+#   chunks.
+# - Load a model in the dtype that you want, and do not cast it afterwards: its rotation rates must be
+#   fp32.
+# - Outside autocast, q, k and v need the same dtype. On CUDA, flash attention needs 16 bits.
 # - LoRA: keep the frozen base in bf16 and the adapters in fp32. If you merge, merge in fp32.
-# - At near ties, texts can diverge if the precision, the batch or the cache differs. Compare losses and the
-#   choice of each next token.
+# - At near ties, texts can diverge if the precision, the batch or the cache differs. Compare losses
+#   and the choice of each next token.
 #
 # A model that was trained in bf16 may overflow in fp16. [Notebook
 # 19](19_choose_your_precision.ipynb#Trained-in-bf16,-on-a-GPU-without-it) shows how to check this. `amp-lab
