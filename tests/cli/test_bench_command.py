@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +13,7 @@ from amp_lab.bench.results import Results
 from amp_lab.bench.workloads import convmodel_workload, matmul_workload
 from amp_lab.cli import main
 
+ROOT = Path(__file__).parents[2]
 draw = plots.save
 
 
@@ -122,6 +124,18 @@ def test_comparison_is_checked_first(capsys, tmp_path):
     assert "none.json: cannot be read" in refused(capsys, "--compare", "none.json")
     assert main(["bench", "--results", "none.json"]) == 2
     assert "none.json: cannot be read" in capsys.readouterr().err
+
+
+def test_the_page_shows_rows_of_a_recorded_run(capsys):
+    page = (ROOT / "docs" / "bench.md").read_text(encoding="utf-8")
+    recorded = ROOT / "data" / "results" / "bench-quick-epyc-2-cores.json"
+    assert main(["bench", "--results", str(recorded)]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    (block,) = re.findall(r"```text\n(.*?)```", page, re.DOTALL)
+    shown = block.splitlines()
+    assert len(shown) == 7
+    for line in shown:
+        assert any(row.startswith(line) for row in printed), line
 
 
 def test_results_beside_recorded_ones(capsys, monkeypatch, tmp_path):
