@@ -110,6 +110,8 @@ assert failure.code == "AMP0018"
 # | [A 0-d fp32 tensor does not promote an fp16 tensor](02_autocast_dtypes.ipynb) `AMP0206` | multiplying a half tensor by a float scalar tensor gives inf |
 # | [GPTQ fails in its Cholesky decomposition or gives NaN](18_inference_and_export.ipynb) `AMP0207` | GPTQ: the input is not positive-definite |
 # | [The derivatives in a physics-informed loss are inf or 0 in fp16](../docs/other_models.md#why-is-the-loss-of-my-pinn-inf-or-0-in-fp16) `AMP0274` | a PINN has an infinite or NaN loss with amp, and is fine in fp32 |
+# | [MPS gives wrong values, noise or NaN, and the CPU is right](../docs/hardware.md#apple) `AMP0310` | the same model is right on the CPU and wrong on mps |
+# | [FP8 of Transformer Engine fails or gives NaN with activation checkpointing](15_below_16_bits.ipynb) `AMP0316` | `` Same module is being invoked more than once inside an `fp8_autocast` region `` |
 #
 # ### Find out why a model learns nothing
 #
@@ -224,6 +226,8 @@ assert failure.code == "AMP0018"
 # | [A cast to 16 bits drops the imaginary part](../docs/other_models.md#does-autocast-work-with-complex-numbers-and-ffts) `AMP0279` | `` Casting complex values to real discards the imaginary part `` |
 # | [A bias in fp32 makes the output of a matmul fp32](08e_dtypes.ipynb#The-model-is-in-half-precision-but-its-input-is-fp32) `AMP0290` | a bias in fp32 turns every output back into float32 |
 # | [A layer returns fp16 inside a bf16 autocast block](02_autocast_dtypes.ipynb#Your-own-autograd-functions) `AMP0291` | a library's layer returns float16 under bfloat16 autocast |
+# | [transformers warns that torch_dtype is deprecated](../docs/trainers.md#should-i-load-a-model-in-fp32-or-bf16-for-fine-tuning) `AMP0311` | `` `torch_dtype` is deprecated! Use `dtype` instead! `` |
+# | [Packed 4-bit or 8-bit weights are used as if they were not quantized](../docs/quantized.md#can-i-call-half-or-todtype-on-a-quantized-model) `AMP0312` | `` dequantize_4bit…shapes cannot be multiplied `` |
 #
 # ### Replace ops and devices that refuse half precision
 #
@@ -259,6 +263,7 @@ assert failure.code == "AMP0018"
 # | [The CTC loss refuses half precision](../docs/other_models.md#ctc_loss_cpu-not-implemented-for-half-or-bfloat16) `AMP0276` | `` "ctc_loss_cpu" not implemented for 'Half' `` |
 # | [fp32 results differ between two GPUs](19_choose_your_precision.ipynb#What-fp32-means) `AMP0186` | logits on two GPUs differ although everything is float32 |
 # | [A warning suggests TF32](19_choose_your_precision.ipynb#What-fp32-means) `AMP0187` | `` TensorFloat32 tensor cores for float32 matrix multiplication available but not enabled. `` |
+# | [An int8 matmul of bitsandbytes fails inside cuBLAS](../docs/quantized.md#is-load_in_8bit-computed-in-fp16-or-in-bf16) `AMP0315` | `` cublasLt ran into an error! `` |
 #
 # ### Find the speed and the memory that AMP should save
 #
@@ -346,6 +351,8 @@ assert failure.code == "AMP0018"
 # | [FSDP2 computes a softmax or a norm in bf16, but autocast in fp32](../docs/trainers.md#do-i-need-autocast-with-fsdp2) `AMP0266` | does FSDP2 need torch.autocast |
 # | [torch.ao.quantization warns that it is deprecated](../docs/quantized.md#torchaoquantization-is-deprecated-what-do-i-use) `AMP0284` | `` torch.ao.quantization is deprecated and will be removed in 2.10. `` |
 # | [ONNX ops on the block list still overflow in fp16](../docs/quantized.md#how-do-i-keep-some-onnx-ops-in-fp32-op_block_list) `AMP0287` | op_block_list or node_block_list is set, and the fp16 ONNX model still gives nan or zeros |
+# | [DeepSpeed refuses bf16 with this ZeRO stage](../docs/trainers.md#which-trainer-keeps-fp32-master-weights) `AMP0313` | `` bfloat16 mode is only enabled for Zero `` |
+# | [A compiled FSDP1 model gets bf16 gradients for fp32 weights](../docs/several_machines.md#questions-about-fsdp2) `AMP0314` | `` attempting to assign a gradient with dtype '…' to a tensor with dtype '…' `` |
 # <!-- end of the index -->
 
 # %% [markdown]

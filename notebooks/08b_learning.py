@@ -335,6 +335,7 @@ assert set(scales_in(torch.bfloat16, enabled=False)) == {1.0}
 #   "a change smaller than a thousandth of the weight is lost in bf16",
 #   "ramp-up or warmup steps make bf16 updates vanish",
 #   "a model that was put entirely into bf16 by hand learns more slowly",
+#   "gradients, optimizer states and updates are all in bfloat16",
 # ]
 # words = "Kahan summation stochastic rounding master weights pure full bf16 AdamW RMSNorm LayerNorm LoRA peft update lost rounded stuck assign load_state_dict param_dtype fp32 main parameters optimizer_dtype FusedAdam convergence torchtune"
 # -->
@@ -403,6 +404,7 @@ assert small - 1e-4 < small  # an update moves a small weight
 #   "model.half() and Adam: the loss is NaN from the second iteration on",
 #   "after the first optimizer.step() all parameters are NaN, a lower lr makes no difference",
 #   "soft prompt, reward model or small extractor trained in float16 in front of a frozen half model",
+#   "torch's AdamW gives NaN after the first step of a model that was loaded in fp16, the 8-bit AdamW of bitsandbytes does not",
 # ]
 # words = "Adam AdamW RMSprop Adagrad NAdam eps epsilon 1e-8 exp_avg_sq half fp16 first step second iteration soft prompt frozen"
 # -->

@@ -44,6 +44,9 @@ x = torch.tensor([[1.0, 2.0]])  # (1, 2), the input of most programs below
 # ## The parameters are fp16
 #
 # `AMP0009` <!-- failure
+# quoted = [
+#   "to unscale FP16 gradients",
+# ]
 # messages = [
 #   "Attempting to unscale FP16 gradients.",
 # ]

@@ -88,6 +88,7 @@ def refusals(calls, *inputs):
 #   "Input type (CUDABFloat16Type) and weight type (torch.cuda.FloatTensor) should be the same",
 #   "Input type (CPUBFloat16Type) and weight type (torch.FloatTensor) should be the same",
 #   "Expected object of scalar type Float but got scalar type Half",
+#   "expected dtype Float but got dtype Half",
 # ]
 # symptoms = [
 #   "only forward runs under autocast, and the loss outside raises about half and float",
@@ -366,6 +367,7 @@ assert embedding.grad.tolist() == [1.0, 1.0]
 #   "user_fn(self, *args){any}mat1 and mat2 must have the same dtype, but got Half and Float",
 #   "user_fn(self, *args){any}expected mat1 and mat2 to have the same dtype, but got: c10::Half != float",
 #   "user_fn(self, *args){any}expected mat1 and mat2 to have the same dtype, but got: float != c10::Half",
+#   "object has no attribute '_fwd_used_autocast'",
 # ]
 # symptoms = [
 #   "the backward of my autograd.Function gets a half gradient and float tensors",

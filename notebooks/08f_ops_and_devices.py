@@ -520,7 +520,10 @@ assert weights.float().to(device).dtype is torch.float32
 # ## Flash attention refuses fp32
 #
 # `AMP0043` <!-- failure
-# quoted = ["FlashAttention only support fp16 and bf16 data type"]
+# quoted = [
+#   "FlashAttention only support fp16 and bf16 data type",
+#   "Expected q_dtype == torch::kFloat16",
+# ]
 # symptoms = [
 #   "flash_attention_2 fails because the model is in float32",
 #   "flash attention works in training under autocast and fails in inference",
@@ -528,6 +531,8 @@ assert weights.float().to(device).dtype is torch.float32
 #   "flash attention gets fp32 after a LoRA fine-tuning with PEFT",
 #   "flash attention complains about the data type after a LoRA or DoRA fine-tuning",
 #   "a reranker or embedding model was loaded without a dtype and flash attention stops",
+#   "does flash attention support float32",
+#   "hidden layers are in fp32 and flash attention crashes",
 # ]
 # words = """
 # flash-attn flash_attn_func flash_attention_2 FA2 attn_implementation torch_dtype QKNorm rope

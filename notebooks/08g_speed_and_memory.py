@@ -581,6 +581,7 @@ torch.testing.assert_close(gradient_of(large.split(4)), gradient_of([large]))
 #   "model.eval() takes more and more GPU memory",
 #   "allocated memory climbs with each training step until it is full",
 #   "validation is out of memory in the first epoch, training fits",
+#   "after a validation or a saved checkpoint the memory rises by some GB and never falls back",
 # ]
 # words = """
 # OOM increases accumulate eval_accumulation_steps preprocess_logits_for_metrics detach item leak

@@ -25,6 +25,7 @@ The first paragraphs after **Why.**, **The fix.** and **Not this.** are the caus
 cure that is unsafe.
 
 `notebooks/course/asked_words.toml` has more words for a failure, in which people ask about it.
+`notebooks/course/clues.toml` says which failure is meant if a message has many causes.
 
 Failures that no cell can show, or that another page explains, are rows of a file with the name of
 the notebook in `notebooks/course/other_failures/`. They have the same keys and `title`, `cause`,
@@ -51,6 +52,7 @@ SEARCH = DATA / "search.json"
 OTHERS = ROOT / "notebooks" / "course" / "other_failures"
 VOCABULARY = ROOT / "notebooks" / "course" / "search_words.toml"
 ASKED = ROOT / "notebooks" / "course" / "asked_words.toml"
+CLUES = ROOT / "notebooks" / "course" / "clues.toml"
 INDEX = ROOT / "notebooks" / "08_when_amp_breaks.py"
 PAGES = ("docs/*.md", "README.md", "CHEATSHEET.md", "data/README.md")
 
@@ -247,8 +249,19 @@ def search_data() -> dict[str, Any]:
         "pages": all_pages,
         "subject_words": vocabulary["subject_words"],
         "synonyms": synonyms,
+        "clues": clues(),
         "questions": questions,
     }
+
+
+def clues() -> dict[str, dict[str, list[str]]]:
+    """The clues of each failure whose messages have many causes."""
+    found = {}
+    for family in tomllib.loads(CLUES.read_text(encoding="utf-8"))["family"]:
+        codes = family.pop("messages_of")
+        for code in codes:
+            found[code] = {cause: parts for cause, parts in family.items() if cause != code}
+    return found
 
 
 @functools.cache

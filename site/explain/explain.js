@@ -3,10 +3,12 @@
 "use strict";
 
 const AmpExplain = (() => {
-  const MOST = 3, MAX_CHARACTERS = 1e6, LONGEST_QUESTION = 3000, LONGEST_MESSAGE = 400;
+  const MOST = 3, MAX_CHARACTERS = 1e6, LONGEST_QUESTION = 3000, LONGEST_MESSAGE = 400, LONGEST_CONTEXT = 6000;
   const WORDS_IN_COMMON = 4, SCORE_OF_A_WORD = 4.8, LONGEST_PHRASE = 3;
+  const WORDS_OF_A_WINNER = 6, SHARE_OF_A_WINNER = 0.4, LEAD_OF_A_WINNER = 2;
   const ERROR = /(?<![A-Za-z_.])[A-Za-z_.]*(?:Error|Exception)\b ?:/g;
   const PRINTED = /(?<![A-Za-z_.])[A-Za-z_.]*(?:Error|Exception|Warning|Unsupported)\b ?[:(]/g;
+  const LOGGED_NUMBER = /[\w/]+ ?[:=] ?-?\d[\w.:+-]*,?/g; // such as "lr: 1.0e-03" in a log
   const CODE = /(?<![A-Za-z0-9_])AMP[0-9]{4}(?![A-Za-z0-9_])/gi;
   const FINAL_Y = /([aeiou]|^[^aeiouwy]{2,})y(?:s|ed|ing)?$/;
   const PREFIX = /^\s*(?:[\w.]*(?:Error|Exception|Warning)\b:?\s*)+/;
@@ -82,7 +84,19 @@ const AmpExplain = (() => {
       const rank = (end > lastError ? 1e6 : 0) + pattern.literal + (isExact ? 10 : 0);
       best.set(pattern.code, Math.max(rank, best.get(pattern.code) ?? 0));
     }
-    return [...best.keys()].sort((a, b) => best.get(b) - best.get(a) || (a < b ? -1 : 1));
+    const codes = [...best.keys()].sort((a, b) => best.get(b) - best.get(a) || (a < b ? -1 : 1));
+    return codes.length ? [...new Set([...byClues(codes[0], lower, reference), ...codes])] : [];
+  }
+
+  /** The failures to which the rest of the text points, if the message of `first` has many causes. */
+  function byClues(first, lower, reference) {
+    const context = lower.slice(-LONGEST_CONTEXT);
+    const lengths = new Map();
+    for (const [code, clues] of Object.entries(reference.clues[first] ?? {})) {
+      const standing = clues.filter((clue) => clue.split(" ").every((part) => context.includes(part)));
+      if (standing.length) lengths.set(code, Math.max(...standing.map((clue) => clue.length)));
+    }
+    return [...lengths.keys()].sort((a, b) => lengths.get(b) - lengths.get(a) || (a < b ? -1 : 1));
   }
 
   /** The results of a search for words, best first; those of equal score by their key. */
@@ -96,16 +110,19 @@ const AmpExplain = (() => {
   function questionOf(line) {
     const printed = [...line.matchAll(PRINTED)];
     if (printed.length) return line.slice(printed.at(-1).index).slice(0, LONGEST_MESSAGE);
-    return line.length <= LONGEST_QUESTION ? line : "";
+    return line.length <= LONGEST_QUESTION ? line.replace(LOGGED_NUMBER, " ") : "";
   }
 
-  function isAboutPrecision(question, best, reference) {
+  function isAboutPrecision(question, failures, reference) {
     if (hasSubject(question, reference)) return true;
     if (question.search(PRINTED) >= 0) return false;
-    const words = wordsToSearch(question, reference.synonyms);
+    const words = wordsToSearch(question, reference.synonyms).length;
+    const [best, next] = failures;
+    const common = Object.keys(best.matchData.metadata).length;
     // lunr has divided the sum of the scores by the length of the vector of words.
-    const scoreOfAWord = best.score / Math.sqrt(words.length);
-    return Object.keys(best.matchData.metadata).length >= WORDS_IN_COMMON && scoreOfAWord >= SCORE_OF_A_WORD;
+    if (common >= WORDS_IN_COMMON && best.score / Math.sqrt(words) >= SCORE_OF_A_WORD) return true;
+    if (common < Math.max(WORDS_OF_A_WINNER, SHARE_OF_A_WINNER * words)) return false;
+    return !next || best.score >= LEAD_OF_A_WINNER * next.score;
   }
 
   /** The last frame of a traceback that is in no library, or null. */
@@ -128,7 +145,7 @@ const AmpExplain = (() => {
     const question = questionOf(line);
     const results = search(index, wordsToSearch(question, reference.synonyms));
     const failures = results.filter(({ ref }) => ref.startsWith("AMP"));
-    const known = failures.length > 0 && isAboutPrecision(question, failures[0], reference);
+    const known = failures.length > 0 && isAboutPrecision(question, failures, reference);
     const shown = (known ? failures : results).slice(0, MOST).map(({ ref }) => ref);
     return { codes: known ? shown : [], nearest: known ? [] : shown, ownLine, byMessage: false };
   }

@@ -12,7 +12,7 @@ from failure_messages import printed
 
 from amp_lab import explain
 from amp_lab.failures import Failure, load_reference, read_explanation
-from amp_lab.failures.explanation import last_own_line
+from amp_lab.failures.explanation import last_own_line, question_of
 from amp_lab.failures.patterns import flat, pattern
 from amp_lab.failures.words import terms_of, words_to_search
 
@@ -130,6 +130,37 @@ def test_the_last_error_of_a_log_counts_most():
     assert "AMP0035" in [failure.code for failure in found]
 
 
+@pytest.mark.parametrize(
+    ("before", "code"),
+    [
+        ("loss = criterion(output, target)", "AMP0018"),
+        ("LoRA trains, but generate() raises", "AMP0154"),
+        ("out = F.scaled_dot_product_attention(q, k, v)", "AMP0097"),
+        ("bnb_4bit_quant_type='nf4'", "AMP0156"),
+        ("ext.pointnet2_cuda.group_points_wrapper(b, c, n)", "AMP0078"),
+    ],
+)
+def test_the_rest_of_a_text_says_which_failure_a_message_with_many_causes_is(before, code):
+    assert (
+        explain(f"{before}\nRuntimeError: expected scalar type Half but found Float")[0].code
+        == code
+    )
+
+
+def test_the_longest_clue_comes_first_and_the_failure_of_the_message_last():
+    text = "resume_from_checkpoint, then evaluate: CUDA out of memory"
+    codes = [failure.code for failure in explain(text)]
+    assert codes == ["AMP0141", "AMP0170", "AMP0045"]
+
+
+def test_every_clue_leads_to_a_failure_of_the_reference():
+    for message_of, causes in REFERENCE.clues.items():
+        assert message_of in REFERENCE.failures
+        for code, clues in causes.items():
+            assert code in REFERENCE.failures
+            assert all(clue == clue.lower() for clue in clues), code
+
+
 def test_a_long_log_is_read_from_its_end():
     noise = "step 1 loss 0.5\n" * 200_000
     assert explain(f"{noise}RuntimeError: {MESSAGE}")[0].code == CODE
@@ -226,6 +257,16 @@ def test_a_term_is_searched_once_and_without_stop_words():
 def test_a_description_may_have_enough_words_in_common_with_a_failure():
     text = "A batch that fits with SGD does not fit with Adam, memory rises in the first iteration"
     assert explain(text)[0].code == "AMP0172"
+
+
+def test_a_description_is_known_if_one_failure_is_far_ahead_of_the_others():
+    text = "The same text, alone and in a larger batch with others, gives slightly different logits"
+    assert explain(text)[0].code == "AMP0098"
+
+
+def test_the_numbers_of_a_log_do_not_count_in_a_description():
+    log = "time: 0.539, memory: 7239, loss: 1.9091, lr: 1.0e-03, grad_norm: nan"
+    assert question_of(f"is it normal? {log}").split() == "is it normal? grad_norm: nan".split()
 
 
 def test_an_unknown_text_comes_with_the_nearest_pages():

@@ -13,14 +13,21 @@ from amp_lab.failures.words import terms_of, words_to_search
 MOST = 3  # failures, or pages, that are shown
 MAX_CHARACTERS = 1_000_000  # of a log, from its end
 _LONGEST_QUESTION = 3000  # characters: a longer text is a log
+_LONGEST_CONTEXT = 6000  # characters before the end of a text in which clues are searched
 _LONGEST_MESSAGE = 400  # characters after the name of an error: what follows is other output
 # A description without a word of the subject is known if so many of its words are words of its best
 # failure, and if its words score so much on average. Found with descriptions of other trouble.
 _WORDS_IN_COMMON = 4
 _SCORE_OF_A_WORD = 4.8
+# It is also known if two fifths of its words, at least six, are words of one failure whose score is
+# twice that of the next.
+_WORDS_OF_A_WINNER = 6
+_SHARE_OF_A_WINNER = 0.4
+_LEAD_OF_A_WINNER = 2
 _PRINTED = re.compile(r"(?<![A-Za-z_.])[A-Za-z_.]*(?:Error|Exception|Warning|Unsupported)\b ?[:(]")
 _ERROR = re.compile(r"(?<![A-Za-z_.])[A-Za-z_.]*(?:Error|Exception)\b ?:")
 _CODE = re.compile(r"(?<![A-Za-z0-9_])AMP[0-9]{4}(?![A-Za-z0-9_])", re.IGNORECASE)
+_LOGGED_NUMBER = re.compile(r"[\w/]+ ?[:=] ?-?\d[\w.:+-]*,?")  # such as `lr: 1.0e-03` in a log
 # A frame of a traceback: Python's own, then IPython's.
 _FRAME = re.compile(
     r"""^[ \t│]*File\ "(?P<file>[^"\n]+)",\ line\ (?P<line>\d+)(?:,\ in\ (?P<function>[^\n]+))?
@@ -97,7 +104,7 @@ def read_explanation(text: str, reference: Reference | None = None) -> Explanati
         return Explanation(tuple(recognised[:MOST]), own_line=own_line, by_message=True)
     results = _by_words(question, reference)
     failures = [found for found in results if found["ref"] in reference.failures]
-    if failures and _is_about_precision(question, failures[0], reference):
+    if failures and _is_about_precision(question, failures, reference):
         best = tuple(reference.failures[found["ref"]] for found in failures[:MOST])
         return Explanation(best, own_line=own_line)
     nearest: list[Failure | Page] = []
@@ -157,7 +164,24 @@ def _by_message(text: str, reference: Reference) -> list[Failure]:
             best_ranks[code] = max(match.rank, best_ranks.get(code, (False, 0)))
     codes = sorted(best_ranks)
     codes.sort(key=lambda code: best_ranks[code], reverse=True)  # of equal ranks, in this order
+    if codes:
+        codes = list(dict.fromkeys(_by_clues(codes[0], lower, reference) + codes))
     return [reference.failures[code] for code in codes]
+
+
+def _by_clues(first: str, lower: str, reference: Reference) -> list[str]:
+    """The failures to which the rest of the text points, if the message of `first` has many causes.
+
+    For example, `expected scalar type Half but found Float` in a text with `lora` and `generate`.
+    The failure with the longest clue comes first.
+    """
+    context = lower[-_LONGEST_CONTEXT:]
+    lengths: dict[str, int] = {}
+    for code, clues in reference.clues.get(first, {}).items():
+        for clue in clues:
+            if all(part in context for part in clue.split()):
+                lengths[code] = max(len(clue), lengths.get(code, 0))
+    return sorted(lengths, key=lambda code: (-lengths[code], code))
 
 
 def _end_of_last_match(pattern: Pattern, line: str) -> int | None:
@@ -171,13 +195,14 @@ def _end_of_last_match(pattern: Pattern, line: str) -> int | None:
 def question_of(text: str) -> str:
     """What is searched for by its words: the last error or warning, or the whole of a short text.
 
-    The files of a traceback and the progress of a run would only add words that mean nothing.
+    The files of a traceback, and the numbers and the progress of a run, would only add words that
+    mean nothing.
     """
     line = flat(text)
     printed = [found.start() for found in _PRINTED.finditer(line)]
     if printed:
         return line[printed[-1] :][:_LONGEST_MESSAGE]
-    return line if len(line) <= _LONGEST_QUESTION else ""
+    return _LOGGED_NUMBER.sub(" ", line) if len(line) <= _LONGEST_QUESTION else ""
 
 
 def _by_words(question: str, reference: Reference) -> list[dict[str, Any]]:
@@ -193,20 +218,27 @@ def has_subject(line: str, reference: Reference) -> bool:
     return not reference.subject_words.isdisjoint(terms_of(line, reference.synonyms))
 
 
-def _is_about_precision(question: str, best: dict[str, Any], reference: Reference) -> bool:
+def _is_about_precision(
+    question: str, failures: list[dict[str, Any]], reference: Reference
+) -> bool:
     """Whether the question has a word of the subject, such as fp16, NaN or autocast.
 
-    A description without an error message may be like the best result instead.
+    A description without an error message may instead be like the best of the failures.
     """
     if has_subject(question, reference):
         return True
     if _PRINTED.search(question) is not None:
         return False
-    words = words_to_search(question, reference.synonyms)
-    # lunr has divided the sum of the scores by the length of the vector of words.
-    score_of_a_word = best["score"] / math.sqrt(len(words))
+    words = len(words_to_search(question, reference.synonyms))
+    best = failures[0]
     common = len(best["match_data"].metadata)
-    return common >= _WORDS_IN_COMMON and score_of_a_word >= _SCORE_OF_A_WORD
+    # lunr has divided the sum of the scores by the length of the vector of words.
+    score_of_a_word = best["score"] / math.sqrt(words)
+    if common >= _WORDS_IN_COMMON and score_of_a_word >= _SCORE_OF_A_WORD:
+        return True
+    if common < max(_WORDS_OF_A_WINNER, _SHARE_OF_A_WINNER * words):
+        return False
+    return len(failures) == 1 or best["score"] >= _LEAD_OF_A_WINNER * failures[1]["score"]
 
 
 def last_own_line(text: str) -> OwnLine | None:

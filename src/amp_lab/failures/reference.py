@@ -75,6 +75,9 @@ class Reference:
     returns."""
     synonyms: dict[str, str]
     """The index word for each synonym that people type."""
+    clues: dict[str, dict[str, list[str]]]
+    """For a failure whose messages have many causes: by the code of each cause, the clues to it.
+    All parts of a clue stand in the text, in any order."""
 
     @functools.cached_property
     def index(self) -> Any:
@@ -113,6 +116,7 @@ def reference_from(data: dict[str, Any]) -> Reference:
         pages={row["page"]: Page(**row) for row in data["pages"]},
         subject_words=frozenset(data["subject_words"]),
         synonyms=data["synonyms"],
+        clues=data["clues"],
     )
 
 
