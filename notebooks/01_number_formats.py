@@ -60,8 +60,9 @@ assert 2048 * torch.finfo(torch.float16).eps == 2  # the spacing at 2048
 # ## What the bits mean
 #
 # A floating-point number consists of a sign, an exponent and a mantissa. It usually stands for
-# $(-1)^\text{sign} \times 2^{\text{exponent} - \text{bias}} \times 1.\text{mantissa}$. The exponent says
-# between which two powers of two the number lies. The mantissa says where between them.
+# $(-1)^\text{sign} \times 2^{\text{exponent} - \text{bias}} \times 1.\text{mantissa}$. The bias is a
+# constant of the format. The exponent says between which two powers of two the number lies. The mantissa
+# says where between them.
 #
 # We write 0.1 in five formats. `fields` reads the bits of a number
 # ([`course/number_formats.py`](course/number_formats.py)). The columns are the sign, the exponent, the
@@ -154,8 +155,8 @@ _ = figures.range_and_spacing(pictured)
 # The exact result of a cast, an addition or a multiplication often falls between two numbers of the
 # format. It is then rounded to the nearer one. A result exactly in the middle is a *tie*, which goes to
 # the number whose last bit is 0 (*round to nearest, ties to even*). From 2048 to 4096 fp16 has only the
-# even numbers, so every odd number is a tie. We round the integers from 2048 to 2056 to fp16. Then we add 2048, 1 and 1
-# in two orders. Will both orders give the same sum?
+# even numbers, so every odd number is a tie. We round the integers from 2048 to 2056 to fp16. Then we add
+# 2048, 1 and 1 in two orders. Will both orders give the same sum?
 
 # %%
 numbers = torch.arange(2048.0, 2057)

@@ -326,8 +326,8 @@ for backend in BACKENDS:
 #
 # How much does the rounding matter? The loss of an untrained language model is about the logarithm of its
 # vocabulary size, here about 11. Near 11, fp16 numbers are 2^-7 apart, and bf16 numbers 2^-4. Rounding
-# changes the loss of each token by up to half of this distance. In the mean over many tokens, these errors
-# mostly cancel. We measure the largest error of a token and the error of the mean in bf16:
+# changes the loss of each token by up to half of this distance. We measure the largest error of a token
+# and the error of the mean in bf16:
 
 # %%
 target = torch.randint(50304, (64,))
@@ -342,6 +342,8 @@ assert 2**-7 < errors.max() < 2**-4
 assert (rounded - exact).mean().abs() < errors.max() / 2
 
 # %% [markdown]
+# In the mean over many tokens, the errors mostly cancel.
+#
 # ## Will it fit?
 #
 # Fake tensors also show how much memory a training step takes. Each tensor counts from the moment it is
@@ -534,9 +536,8 @@ exercises.check_number_of_casts(number_of_casts)
 # number_of_casts = 6
 # ```
 #
-# There are 3 + 2 + 1 casts. The first linear layer needs its input, weight and bias cast. The second
-# needs a cast only for its weight and bias: its input comes from ReLU and is fp16 already. The norm needs only its input cast up to
-# fp32.
+# There are 3 + 2 + 1 casts: input, weight and bias of the first linear layer, weight and bias of the
+# second (its input is fp16 already), and the input of the norm, which is cast up to fp32.
 #
 # </details>
 #
