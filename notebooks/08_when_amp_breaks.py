@@ -30,8 +30,8 @@ device, scale = start()  # AMP_LAB_DEVICE and AMP_LAB_SCALE override the choice
 # %% [markdown]
 # ## Paste your message
 #
-# `explain` finds the failure that a message is about. Dtypes, numbers, names and line breaks in your message may
-# differ.
+# `explain` finds the failure that causes a message. Dtypes, numbers, names and line breaks in your
+# message may differ from those that `explain` knows.
 
 # %%
 message = """
@@ -60,16 +60,16 @@ assert failure.code == "AMP0018"
 #
 # These questions find most failures:
 #
-# 1. **Are the parameters fp32?** If a parameter that you train is not, [convert it
+# 1. **Are the parameters that you train fp32?** If one of them has another dtype, [convert it
 #    first](08c_scaler.ipynb#The-parameters-are-fp16).
 # 2. **Does each forward pass have its own autocast block, and does the block end with `.float()`?** If
-#    not, look at [dtypes](08e_dtypes.ipynb).
-# 3. **Is the order `scale`, `backward`, `unscale_`, clip, `step`, `update`, once per step?** If not, look
-#    at [the scaler](08c_scaler.ipynb).
+#    your code differs, look at [dtypes](08e_dtypes.ipynb).
+# 3. **Does each training step call `scale`, `backward`, `unscale_`, clipping, `step` and `update`
+#    once, in this order?** If your loop differs, look at [the scaler](08c_scaler.ipynb).
 # 4. **Does the failure disappear in bf16?** Then the range of fp16 is the likely cause: look at
 #    [values](08a_values.ipynb).
-# 5. **Does the loss scale stay above 1, with a skipped step now and then?** If the scale only falls, [check the
-#    loss](08b_learning.ipynb#The-loss-scale-falls-towards-0).
+# 5. **Does the loss scale stay above 1, with a skipped step now and then?** If the scale only falls,
+#    [check the loss](08b_learning.ipynb#The-loss-scale-falls-towards-0).
 #
 # ## All failures
 #
@@ -471,8 +471,8 @@ exercises.check_masked(mask_scores)
 #
 # ### 4. Keep the schedule with the training
 #
-# `advance` is called after `scaler.step(optimizer)`. It should update the scaler, and move the scheduler one step
-# only if the optimizer was not skipped.
+# Complete `advance`, which is called after `scaler.step(optimizer)`. It should update the scaler, and
+# move the scheduler one step only if the scaler did not skip the optimizer's step.
 
 
 # %%

@@ -23,8 +23,9 @@
 # - [Training is fine but evaluation is NaN](#Training-is-fine-but-evaluation-is-NaN);
 # - [Anomaly detection stops at a harmless overflow](#Anomaly-detection-stops-at-a-harmless-overflow).
 #
-# **What you need.** No GPU. This notebook is a reference: go to the section that you need. All failures
-# are in the [index](08_when_amp_breaks.ipynb).
+# **What you need.** You need no GPU. This notebook is a reference, so read only the section that you
+# need. The [index](08_when_amp_breaks.ipynb) lists all failures. In the programs, `make` returns a
+# model and its optimizer, and `message_of` returns the message of the error that a call raises.
 
 # %% tags=["nbval-ignore-output"]
 import math
@@ -131,9 +132,9 @@ clamped.sum().backward()
 assert (clamped.item(), h.grad.item()) == (65504, 0)
 
 # %% [markdown]
-# **Notice it earlier.** `find_nonfinite` names the op and the module. You can also run one step without autocast.
-# If the loss is still NaN, look for NaN in the data. If it is not, try bf16: if the loss is finite in bf16, the
-# range of fp16 was probably the cause.
+# **Notice it earlier.** `find_nonfinite` names the op and the module. You can also run one step
+# without autocast. If the loss is still NaN, look for NaN in the data. If the loss is finite, try
+# bf16. If the loss is finite in bf16 too, the range of fp16 was probably the cause.
 
 # %%
 with find_nonfinite(model) as finder:
@@ -247,8 +248,9 @@ assert attend(v, hidden)[0].isnan().all()
 # In fp16 the scores may also have [become -inf by addition](#A-mask-value-does-not-fit-into-fp16).
 #
 # **The fix.** Use `F.scaled_dot_product_attention`, which returns 0 for such a row since torch 2.5. In
-# attention that you write yourself, unmask every fully masked row, and exclude this row from the loss. Or fill in
-# `torch.finfo(scores.dtype).min` with `masked_fill` instead of -inf: the row then becomes an average.
+# attention that you write yourself, unmask every fully masked row, and exclude this row from the loss.
+# Or fill in `torch.finfo(scores.dtype).min` with `masked_fill` instead of -inf: the output of the row
+# is then the average of all values.
 
 # %%
 ones = torch.ones(1, 2, 2)
@@ -368,9 +370,8 @@ assert rescale(h.half())[1].isnan().all()
 assert torch.tensor(1e-8).half() == 0
 
 # %% [markdown]
-# **Why.** 1e-8 rounds to zero in fp16, as does every epsilon below 3e-8, such as 1e-12. fp16's smallest
-# number is 6e-8. So the epsilon no longer prevents a
-# division by zero.
+# **Why.** The smallest positive number of fp16 is 6e-8. Every epsilon below 3e-8, such as 1e-8 or
+# 1e-12, rounds to zero. So the epsilon no longer prevents a division by zero.
 #
 # `F.normalize`, with its epsilon of 1e-12, fails in the same way on the CPU. On CUDA, autocast runs this norm in
 # fp32. Adam's epsilon of 1e-8 is zero if [the parameters are fp16](08c_scaler.ipynb#The-parameters-are-fp16),

@@ -22,8 +22,9 @@
 # - wrong [positions and counts](#Positions-or-counts-are-wrong-beyond-256), and a wrong [logged
 #   loss](#A-loss-summed-up-in-bf16-is-too-small).
 #
-# **What you need.** No GPU. This notebook is a reference: go to the section that you need. All failures
-# are in the [index](08_when_amp_breaks.ipynb).
+# **What you need.** You need no GPU. This notebook is a reference, so read only the section that you
+# need. The [index](08_when_amp_breaks.ipynb) lists all failures. In the programs, `make` returns a
+# model and its optimizer, and `message_of` returns the message of the error that a call raises.
 
 # %% tags=["nbval-ignore-output"]
 import torch
@@ -211,8 +212,8 @@ assert (report.outputs.lost(1.0), report.smallest_scale) == (1, 8)
 # **What you see.** In older versions of PyTorch, some gradients are `None`, or `backward()` raises
 # `element 0 of tensors does not require grad and does not have a grad_fn`.
 #
-# **The smallest program that does it.** We run one pass without gradients and one with gradients,
-# in the same block.
+# **The smallest program that does it.** We run one pass without gradients and one pass with gradients,
+# in the same autocast block.
 
 # %%
 model, _ = make()
@@ -343,8 +344,8 @@ assert set(scales_in(torch.bfloat16, enabled=False)) == {1.0}
 # **What you see.** The loss stops falling, but with fp32 weights it keeps falling. Or some weights, often the
 # weights of norms, never change.
 #
-# **The smallest program that does it.** We load weights from a bf16 checkpoint with `assign=True`,
-# and make a hundred small updates.
+# **The smallest program that does it.** We load weights from a bf16 checkpoint with `assign=True`, so
+# the model takes over the checkpoint's tensors with their dtype. Then we make a hundred small updates.
 
 
 # %%
@@ -490,9 +491,9 @@ assert rounded.unique().numel() == 513
 assert torch.tensor([998, 999]).to(torch.bfloat16).tolist() == [1000, 1000]
 
 # %% [markdown]
-# **Why.** bf16 counts in steps of 1 up to 256, of 2 up to 512, and of 4 up to 1024. fp16 counts in steps
-# of 1 up to 2048. Larger whole numbers are rounded, so neighbouring positions become the same.
-# In fp16 the angles below 2048 are rounded too, because `inv_freq` and its product with a position are no whole
+# **Why.** bf16 counts in steps of 1 up to 256, of 2 up to 512, and of 4 up to 1024. fp16 counts in
+# steps of 1 up to 2048. Larger whole numbers are rounded, so neighbouring positions become the same.
+# In fp16 the angles below 2048 are rounded too, because the frequencies of a real model are not whole
 # numbers.
 #
 # The cast comes from autocast, from the code itself (`dtype=x.dtype`), or from `model.bfloat16()`, which also
@@ -518,8 +519,9 @@ rates.register_buffer("inv_freq", torch.tensor([1 / 3]))
 assert rates.bfloat16().float().inv_freq != torch.tensor([1 / 3])
 
 # %% [markdown]
-# **Notice it earlier.** Compare the outputs in bf16 and in fp32 on the longest input you allow. `amp-lab xray`
-# shows where autocast casts whole numbers. <!-- tests/remedies/test_xray_remedies.py -->
+# **Notice it earlier.** Compare the outputs in bf16 and in fp32 on the longest input that you allow.
+# `amp-lab xray` shows where autocast casts whole numbers.
+# <!-- tests/remedies/test_xray_remedies.py -->
 
 # %% [markdown]
 # ## A loss summed up in bf16 is too small

@@ -21,8 +21,10 @@
 # - [The optimizer needs a closure](#The-optimizer-needs-a-closure);
 # - [The scheduler warns that it came before the optimizer](#The-scheduler-warns-that-it-came-before-the-optimizer).
 #
-# **What you need.** No GPU. This notebook is a reference: go to the section that you need. All failures
-# are in the [index](08_when_amp_breaks.ipynb).
+# **What you need.** You need no GPU. This notebook is a reference, so read only the section that you
+# need. The [index](08_when_amp_breaks.ipynb) lists all failures. In the programs, `make` returns a
+# model and its optimizer, `message_of` returns the message of the error that a call raises, and
+# `warnings_of` returns its warnings.
 
 # %% tags=["nbval-ignore-output"]
 import math
@@ -246,10 +248,10 @@ assert "No inf checks were recorded for this optimizer." in message
 
 # %% [markdown]
 # **Why.** `scaler.step` looks for infinities in the gradients of this optimizer, but every `.grad` is
-# `None`: the parameters are frozen, ran under `no_grad` in this step, or belong to another copy of the
-# model, or the loss does not depend on them. `.item()`, `.detach()`, `torch.tensor(...)` and ops without
-# a derivative, such as `argmax`, disconnect the loss from the
-# parameters. <!-- tests/notebooks/test_08c_scaler.py -->
+# `None`. Perhaps the parameters are frozen, ran under `no_grad` in this step, or belong to another
+# copy of the model. Or the loss does not depend on them. `.item()`, `.detach()`, `torch.tensor(...)`
+# and ops without a derivative, such as `argmax`, disconnect the loss from the parameters.
+# <!-- tests/notebooks/test_08c_scaler.py -->
 #
 # Before torch 2.0, [`zero_grad` left zeros in
 # `.grad`](https://github.com/pytorch/pytorch/pull/92731), so the same loop raised no error.
@@ -257,10 +259,10 @@ assert "No inf checks were recorded for this optimizer." in message
 # With a fused optimizer, only `update` raises an error: `No inf checks were recorded prior to
 # update.` <!-- tests/notebooks/test_08c_scaler.py -->
 #
-# **The fix.** Call `scaler.step` only for optimizers whose parameters have gradients, and leave out
-# `scaler.update()` too if no optimizer steps. If the parameters without gradients should be trained,
-# build the optimizer from the parameters of the model that computes the loss. Do not convert the loss to
-# a number: combine losses with `+` or `torch.stack`. Use a differentiable loss instead of `argmax`.
+# **The fix.** Call `scaler.step` only for optimizers whose parameters have gradients. If no optimizer
+# steps, leave out `scaler.update()` too. If the parameters without gradients should be trained, build
+# the optimizer from the parameters of the model that computes the loss. Do not convert the loss to a
+# number: combine losses with `+` or `torch.stack`. Use a differentiable loss instead of `argmax`.
 
 # %%
 assert two_parts(step_both=False) == [False, True]
@@ -343,11 +345,12 @@ assert len(set(messages.values())) == 7
 # pickle it between `step` and `update`. It also refuses `unscale_`, `step` and `update` before it has
 # scaled a loss, and `update` before it has checked any gradients.
 #
-# **The fix.** In [every iteration](https://docs.pytorch.org/docs/stable/notes/amp_examples.html) call
-# `scaler.scale(loss).backward()`, then `scaler.unscale_(optimizer)` if you clip, then
-# `scaler.step(optimizer)` for each optimizer, then `scaler.update()` once. With a library, do not call
-# the scaler yourself. Replace `loss.backward()` by `accelerator.backward(loss)`, `fabric.backward(loss)`,
-# or in Lightning `self.manual_backward(loss)`. <!-- tests/notebooks/test_08c_scaler.py -->
+# **The fix.** In [every iteration](https://docs.pytorch.org/docs/stable/notes/amp_examples.html),
+# first call `scaler.scale(loss).backward()`. If you clip, call `scaler.unscale_(optimizer)` next. Then
+# call `scaler.step(optimizer)` for each optimizer, and at the end `scaler.update()` once. With a
+# library, do not call the scaler yourself. Replace `loss.backward()` by `accelerator.backward(loss)`,
+# `fabric.backward(loss)`, or in Lightning `self.manual_backward(loss)`.
+# <!-- tests/notebooks/test_08c_scaler.py -->
 #
 # Log the loss before you scale it. After `update`, `get_scale()` returns the scale of the next step. If
 # `update` changed the scale, a scaled loss that you divide by `get_scale()` is wrong by a factor of 2. <!-- tests/notebooks/test_08c_scaler.py -->
@@ -401,10 +404,10 @@ assert weight_after_step(torch.optim.SGD, by_scaler=False) < -6000
 assert math.isnan(weight_after_step(torch.optim.Adam, by_scaler=False, gradient=math.inf))
 
 # %% [markdown]
-# **Why.** After `scaler.scale(loss).backward()` the gradients are too large by the scale, which starts
-# at 65536. `scaler.step(optimizer)` divides the gradients by the scale and skips the step if one is
-# infinite. Adam hides the factor, because it divides each gradient by its usual size, but an infinite
-# gradient makes the weights NaN.
+# **Why.** After `scaler.scale(loss).backward()` the gradients are multiplied by the scale, which
+# starts at 65536. `scaler.step(optimizer)` divides the gradients by the scale and skips the step if
+# one is infinite. Adam hides the factor, because it divides each gradient by its usual size. But an
+# infinite gradient makes the weights NaN.
 #
 # **The fix.** Replace every `optimizer.step()` by `scaler.step(optimizer)`, and call `scaler.update()`
 # after it. Do not [call both](https://github.com/IAHispano/Applio/pull/860): the weights would be updated

@@ -21,8 +21,9 @@
 # - [The state of the scaler cannot be loaded](#The-state-of-the-scaler-cannot-be-loaded);
 # - [torch.load refuses a checkpoint with a scaler](#torch.load-refuses-a-checkpoint-with-a-scaler).
 #
-# **What you need.** No GPU. This notebook is a reference: go to the section that you need. All failures
-# are in the [index](08_when_amp_breaks.ipynb).
+# **What you need.** You need no GPU. This notebook is a reference, so read only the section that you
+# need. The [index](08_when_amp_breaks.ipynb) lists all failures. In the programs, `make` returns a
+# model and its optimizer, and `message_of` returns the message of the error that a call raises.
 
 # %% tags=["nbval-ignore-output"]
 import io
@@ -88,8 +89,9 @@ assert moved < 2e-5
 # **Why.** The gradients were clipped while they were still multiplied by the loss scale, such as
 # 65536. `scaler.step` divides them by the scale afterwards, so they become almost zero.
 #
-# `clip_grad_value_` has the same effect. Adam hides most of it, because it rescales its gradients
-# ([notebook 05](05_cifar10_mobilenet.ipynb)). <!-- tests/notebooks/test_08d_loop_and_resume.py -->
+# `clip_grad_value_` has the same effect. Adam hides most of this effect, because it rescales its
+# gradients ([notebook 05](05_cifar10_mobilenet.ipynb)).
+# <!-- tests/notebooks/test_08d_loop_and_resume.py -->
 #
 # **The fix.** Call `scaler.unscale_(optimizer)` after the backward pass and before you clip or log
 # gradients. `scaler.step` does not divide them a second time.
@@ -444,10 +446,8 @@ assert "The source state dict is empty, possibly because it was saved from a dis
 # In the other direction there is no error: a disabled scaler ignores the state that you
 # load. <!-- tests/notebooks/test_08d_loop_and_resume.py -->
 #
-# **The fix.** Load the scaler's state only if the saved dict is not empty. A new scaler finds its scale
-# by itself.
-#
-# [Notebook 03](03_grad_scaler_step_by_step.ipynb) shows how.
+# **The fix.** Load the scaler's state only if the saved dict is not empty. A new scaler finds its
+# scale by itself ([notebook 03](03_grad_scaler_step_by_step.ipynb) shows how).
 
 # %%
 for saved in (from_bf16, torch.amp.GradScaler("cpu", init_scale=1024.0).state_dict()):

@@ -23,8 +23,9 @@
 # - [Flash attention refuses fp32](#Flash-attention-refuses-fp32);
 # - [Attention finds no kernel](#Attention-finds-no-kernel).
 #
-# **What you need.** No GPU. This notebook is a reference: go to the section that you need. All failures are
-# in the [index](08_when_amp_breaks.ipynb).
+# **What you need.** You need no GPU. This notebook is a reference, so read only the section that you
+# need. The [index](08_when_amp_breaks.ipynb) lists all failures. In the programs, `message_of` and
+# `warnings_of` return the error message and the warnings of a call.
 
 # %% tags=["nbval-ignore-output"]
 from contextlib import nullcontext
@@ -62,8 +63,8 @@ device, scale = start()  # AMP_LAB_DEVICE and AMP_LAB_SCALE override the choice
 # `torch.nn.functional.binary_cross_entropy and torch.nn.BCELoss are unsafe to autocast.` The same line runs
 # on a CPU and on MPS. <!-- tests/notebooks/test_08f_ops_and_devices.py -->
 #
-# **The smallest program that does it.** We use autocast's rules for CUDA on fake tensors, which need no GPU.
-# If there is a GPU, the loss runs there as well.
+# **The smallest program that does it.** We use autocast's rules for CUDA on fake tensors
+# (`cuda_rules`), which need no GPU. If there is a GPU, the loss also runs on the GPU.
 
 # %%
 with cuda_rules():
@@ -233,8 +234,8 @@ print(message_of(lambda: np.from_dlpack(prediction)))
 # **The fix.** Convert to fp32 first: `prediction.detach().float().cpu().numpy()`. `tolist()` needs no
 # conversion.
 #
-# To keep the bits, convert through 16-bit integers in both directions. An array of `ml_dtypes.bfloat16`, for
-# example from JAX, needs `array.view(np.int16)`.
+# To keep every bit, view the tensor as 16-bit integers, and do the same on the way back. An array of
+# `ml_dtypes.bfloat16`, for example from JAX, needs `array.view(np.int16)`.
 #
 # **Not this.** Do not convert with `.half().numpy()`: numbers over 65504 become infinite, and NumPy
 # continues to compute in fp16.

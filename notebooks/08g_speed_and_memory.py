@@ -22,8 +22,10 @@
 # - [CUDA is out of memory](#CUDA-is-out-of-memory);
 # - [Memory grows with each step or in evaluation](#Memory-grows-with-each-step-or-in-evaluation).
 #
-# **What you need.** No GPU. This notebook is a reference: go to the section that you need. All failures
-# are in the [index](08_when_amp_breaks.ipynb).
+# **What you need.** You need no GPU. This notebook is a reference, so read only the section that you
+# need. The [index](08_when_amp_breaks.ipynb) lists all failures. In the programs, `make` returns a
+# model and its optimizer, `message_of` returns the message of the error that a call raises, and
+# `warnings_of` returns its warnings.
 
 # %% tags=["nbval-ignore-output"]
 import math
@@ -187,7 +189,8 @@ assert in_a_thread(decorated) is torch.float16
 # longer throughput it/s seconds per iteration images per second TF32 ms pass forward apex O1"""
 # -->
 #
-# **What you see.** A step takes as long as before, or longer. A profile shows many casts (`_to_copy`).
+# **What you see.** A step takes as long as in fp32, or longer. A profile shows many casts
+# (`_to_copy`).
 #
 # **The smallest program that does it.** We count the ops of five small layers. `CountOps` leaves out
 # views, which do no work.
@@ -232,8 +235,8 @@ assert (plain.ops, amp.ops, amp.casts) == (5, 16, 11)
 #   or the clock was read [before the GPU had finished](04_fp32_vs_amp.ipynb#How-not-to-measure).
 #
 # **The fix.** Time one step in each precision, on a batch that is already on the GPU. If AMP is faster
-# there, make the data loader faster. If not, use larger batches and a dtype that `amp-lab doctor`
-# reports as fast. For inference, cast the weights once.
+# on this batch, make the data loader faster. If AMP is not faster, use larger batches and a dtype that
+# `amp-lab doctor` reports as fast. For inference, cast the weights once.
 #
 # [Notebook 10](10_speed_ladder.ipynb#Where-AMP-loses) shows at which sizes AMP is faster. For
 # convolutions, also [let cuDNN
@@ -452,7 +455,7 @@ print(message_of(lambda: torch._scaled_grouped_mm(fp8(32, 100), fp8(64, 100).T, 
 # NVIDIA
 # [recommends](https://docs.nvidia.com/deeplearning/performance/dl-performance-matrix-multiplication/index.html#requirements-tc)
 # multiples of 16 bytes, and of 128 bytes on an A100, for inputs, outputs and rows of a linear layer.
-# The rows are batch size times tokens.
+# The number of rows is the batch size times the number of tokens.
 #
 # **The fix.** Pad the vocabulary to a multiple of 64, pad the tokens in the collate function, and drop
 # an incomplete last batch with `drop_last=True`. Or keep the layer in bf16. If an FP8 checkpoint fails
@@ -503,8 +506,8 @@ torch.testing.assert_close(larger(x)[:, :5], head(x))
 # message begins with `HIP`, `XPU` or `MPS backend`. We quote it from PyTorch's
 # [source](https://github.com/pytorch/pytorch/blob/main/c10/cuda/CUDACachingAllocator.cpp).
 #
-# **The smallest program that does it.** `forecast_memory` counts the bytes of a step without running it.
-# We assume a GPU of 24 MiB.
+# **The smallest program that does it.** `forecast_memory` counts the bytes of a step without running
+# it. We assume a GPU with 24 MiB of memory.
 
 
 # %%
@@ -588,7 +591,8 @@ torch.testing.assert_close(gradient_of(large.split(4)), gradient_of([large]))
 # creeps RAM gc.collect validation batches no_grad climbs allocation full"""
 # -->
 #
-# **What you see.** Each step, or each batch of an evaluation, needs more memory than the one before.
+# **What you see.** Each training step, or each batch of an evaluation, needs more memory than the
+# previous one.
 #
 # **The smallest program that does it.** We evaluate three batches, and keep the loss of each as a
 # tensor or as a number. `held_by` counts the tensors that graphs still hold at the end.

@@ -22,8 +22,10 @@
 # - [FSDP refuses parameters of two dtypes](#FSDP-refuses-parameters-of-two-dtypes);
 # - [The ranks of a distributed run diverge](#The-ranks-of-a-distributed-run-diverge).
 #
-# **What you need.** No GPU. This notebook is a reference: go to the section that you need. All failures
-# are in the [index](08_when_amp_breaks.ipynb).
+# **What you need.** You need no GPU. This notebook is a reference, so read only the section that you
+# need. The [index](08_when_amp_breaks.ipynb) lists all failures. In the programs, `make` returns a
+# model and its optimizer, `message_of` returns the message of the error that a call raises, and
+# `warnings_of` returns its warnings.
 
 # %% tags=["nbval-ignore-output"]
 import warnings
@@ -240,12 +242,12 @@ for dtype in (torch.bfloat16, torch.float16):
 # words = "allow_tf32 fp32_precision set_float32_matmul_precision cudnn cublas InductorError vllm"
 # -->
 #
-# **What you see.** An error contains
-# `you have used mix of the legacy and new APIs to set the TF32 status for cublas matmul.`
-# or the same about `the matmul precision` or `the TF32 flags`. Often the line that fails only *reads* a
-# setting, such as [one inside `torch.compile`](https://github.com/pytorch/pytorch/issues/166387). Torch
-# 2.9 also [warns](https://github.com/huggingface/transformers/issues/42371): `Please use the new API
-# settings to control TF32 behavior`.
+# **What you see.** An error contains `you have used mix of the legacy and new APIs to set the TF32
+# status for cublas matmul.` or a similar sentence about `the matmul precision` or `the TF32 flags`.
+# Often the line that fails only *reads* a setting, such as [one inside
+# `torch.compile`](https://github.com/pytorch/pytorch/issues/166387). Torch 2.9 also
+# [warns](https://github.com/huggingface/transformers/issues/42371): `Please use the new API settings
+# to control TF32 behavior`.
 #
 # **The smallest program that does it.** One line sets a new name, and another line reads an old name.
 # This happens when a library and your script use different names.
@@ -524,11 +526,11 @@ assert one + 2**-9 == one
 # words = "DDP GradScaler scale rank desync out of sync join uneven inputs no_sync all_reduce"
 # -->
 #
-# **What you see.** There is no message. The ranks have different weights or gradient norms, or their
-# scalers skip different steps.
+# **What you see.** There is no message. The ranks (the processes of the run) have different weights or
+# gradient norms, or their scalers skip different steps.
 #
 # **The smallest program that does it.** We compute by hand the gradients of two ranks with different
-# loss scales. The true gradient of each rank is 1.
+# loss scales. The true gradient of each rank is 1, but the ranks get 1.5 and 0.75.
 
 # %%
 scales = torch.tensor([1024.0, 2048.0])  # of two ranks
