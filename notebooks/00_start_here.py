@@ -57,10 +57,10 @@ assert half.dtype is torch.bfloat16
 assert 2 * half.nbytes == full.nbytes
 
 # %% [markdown]
-# `x` and `weight` are still fp32, but the result under autocast has half as many bytes. It takes half the
-# memory and, as a rule of thumb, half the time to read or write. Matrix multiplications can also be [much
-# faster](https://docs.pytorch.org/docs/stable/amp.html) in 16 bits. AMP uses these advantages, and keeps
-# fp32 where fewer bits would harm training.
+# `x` and `weight` are still fp32, but the result under autocast has half as many bytes. Such a tensor
+# takes half the memory and, as a rule of thumb, half the time to read or write. Matrix multiplications can
+# also be [much faster](https://docs.pytorch.org/docs/stable/amp.html) in 16 bits. AMP uses these
+# advantages, and keeps fp32 where fewer bits would harm training.
 #
 # ## A network and some data
 #

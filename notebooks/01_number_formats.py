@@ -349,8 +349,8 @@ assert not torch.backends.cuda.matmul.allow_fp16_accumulation
 #
 # Are gradients really that small? We train a small network on scikit-learn's handwritten digits in fp32
 # ([`course/digits.py`](course/digits.py)), and look at the gradients with respect to the *activations*
-# before and after training. Under autocast in fp16, most of these gradients [pass through
-# fp16](02_autocast_dtypes.ipynb#Backward:-no-autocast-there).
+# before and after training. First we print those of the logits. Under autocast in fp16, most of these
+# gradients [pass through fp16](02_autocast_dtypes.ipynb#Backward:-no-autocast-there).
 
 # %% tags=["nbval-ignore-output"]
 images, labels = load_images(device)
@@ -370,9 +370,9 @@ assert of_logits < -24  # smaller than the smallest number of fp16
 # classes fall towards zero, and so do the gradients. So a loss scale has to be adjusted during training.
 # <!-- tests/notebooks/test_01_number_formats.py -->
 #
-# ReLU makes many gradients exactly zero. We leave these out, multiply the others by a loss scale, round
-# them to fp16, and count how many become zero or subnormal. Before you run this: which share will be lost
-# without a scale?
+# ReLU makes many gradients exactly zero. We leave these out, multiply the other gradients by a loss scale,
+# round them to fp16, and count how many become zero or subnormal. Before you run this: which share will be
+# lost without a scale?
 
 # %% tags=["nbval-ignore-output"]
 gradients = torch.cat([grad.flatten() for grad in trained]).cpu()

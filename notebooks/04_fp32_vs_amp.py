@@ -222,7 +222,7 @@ print(f"the seeds of fp32 differ by up to {(fp32_final.max() - fp32_final.min())
 # Read the numbers of your device in the same way: a difference that is smaller than the spread may be
 # chance.
 #
-# This does not prove that the difference is zero. In both precisions, a seed starts from the same
+# But we have not proved that the difference is zero. In both precisions, a seed starts from the same
 # weights, so you can compare runs in pairs. Many pairs can show a small but steady difference. The third
 # exercise does this.
 #

@@ -198,7 +198,7 @@ assert math.isclose(norms["step"], MAX_NORM, rel_tol=1e-3)
 # if the last group is shorter. <!-- tests/notebooks/test_07_training_recipes.py -->
 #
 # Call `scale` for every batch. Call `step` and `update` only at the end of a group, because all gradients
-# in a sum must have the same scale. If you clip as well, call `unscale_` there too.
+# in a sum must have the same scale. If you clip as well, call `unscale_` at the end of the group.
 
 
 # %%
@@ -235,8 +235,8 @@ print(f"the weight moves by {-weight.item():.1e}, and should move by 3")
 assert -weight.item() < 1e-4
 
 # %% [markdown]
-# Far too little: the second `unscale_` divided the first gradient again, and `step` divided both once
-# more. Call `unscale_` once per group, after the last backward pass.
+# Far too little: the second `unscale_` divided the first gradient again, and `step` divided both
+# gradients once more. Call `unscale_` once per group, after the last backward pass.
 #
 # ## Penalise gradients
 #
@@ -245,8 +245,8 @@ assert -weight.item() < 1e-4
 # We compute these *inner gradients* from the scaled loss, so that they do not underflow in fp16. Then we
 # [unscale them by hand](https://docs.pytorch.org/docs/stable/notes/amp_examples.html#gradient-penalty),
 # because `unscale_` changes only `.grad`. The penalty is part of the forward pass, so we compute it under
-# autocast. If an inner gradient overflows in fp16, so does the loss, and the scaler skips the step.
-# <!-- tests/notebooks/test_07_training_recipes.py -->
+# autocast. If an inner gradient overflows in fp16, the loss overflows as well, and the scaler skips the
+# step. <!-- tests/notebooks/test_07_training_recipes.py -->
 
 
 # %%
@@ -305,8 +305,6 @@ problem.check_same(recipes.schedule_plain, schedule_amp)
 # thousand do not matter. In a short warm-up they matter, because the scaler still searches for its scale.
 # PyTorch warns only if the very first step was skipped and the optimizer is not
 # fused. <!-- tests/notebooks/test_07_training_recipes.py -->
-#
-# `get_scale` waits for the device, as [notebook 03](03_grad_scaler_step_by_step.ipynb) explains.
 #
 # ## Checkpoint activations
 #

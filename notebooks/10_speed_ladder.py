@@ -141,9 +141,9 @@ assert not limits.trusted or promise > 1 or low != recommended  # as doctor foun
 #
 # ## Climb
 #
-# Each rung is a function that does one step and returns the loss. Before we time a rung, `add` checks
-# that training still works: the losses of the first five steps must be close to those of FP32.
-# `float32_mode` turns TF32 off for FP32, because an NVIDIA GPU may otherwise use TF32.
+# Each rung is a function that does one step and returns the loss. Before we time a rung, `add` checks that
+# training still works: the losses of the first five steps must be close to those of FP32. `float32_mode`
+# turns TF32 off for FP32, because an NVIDIA GPU may use TF32 by default.
 # <!-- tests/core/test_precision.py -->
 
 # %%
@@ -216,9 +216,9 @@ assert add("AMP", low, amp_step(*new_model(), inputs, target)) > 0  # it rounds,
 
 # %% [markdown]
 # **Rung 2: channels last.** By default, PyTorch stores an image channel by channel, in the order N, C, H,
-# W. A 1x1 convolution is a matmul over the channels of each pixel. It can be faster if these channels are
-# next to each other in memory, in the order N, H, W, C. The strides of the tensor change, but not its
-# shape.
+# W. A 1x1 convolution is a matmul over the channels of each pixel. This matmul can be faster if these
+# channels are next to each other in memory, in the order N, H, W, C. The strides of the tensor change, but
+# not its shape.
 
 # %%
 model, optimizer = new_model()
@@ -460,7 +460,7 @@ advice
 #   that the other ops move, and this often matters more.
 # - Channels last, a fused optimizer, not reading the loss and `torch.compile` take a line or two each.
 #   Each helps on some devices and not on others, so time them on yours.
-# - AMP gains nothing without matmuls. It makes a step slower if its ops are small and many, or if the
+# - AMP gains nothing without matmuls. AMP makes a step slower if the step has many small ops, or if the
 #   hardware emulates the precision.
 # - On a Linux CPU, call `keep_memory` before you compare precisions.
 # - `advise` tries these changes on your own model.

@@ -100,9 +100,9 @@ assert config["batch"] % counts[-1] == 0
 parameters = sum(p.numel() for p in new_model(config).parameters())
 
 # %% [markdown]
-# This is the plain loop. It trains for one epoch (for more, call `sampler.set_epoch(epoch)` before each),
-# and returns the loss of every step and the bytes of weights, gradients and optimizer state at the end. We
-# run it in fp32 and with bf16 autocast.
+# This is the plain loop. It trains for one epoch. (With more epochs, call `sampler.set_epoch(epoch)`
+# before each.) It returns the loss of every step, and the bytes of weights, gradients and optimizer state
+# at the end. We run it in fp32 and with bf16 autocast.
 
 
 # %%
@@ -490,8 +490,8 @@ assert abs(before - found[False]) > 0.1  # it had a different model before
 #   it sends about as much as DDP in fp32.
 # - A sum of gradients in bf16 loses more precision with more ranks, so reduce in fp32.
 # - The scalers of all ranks must decide alike. With DDP they do, because all ranks have the same averaged
-#   gradients. With FSDP2, `unscale_` asks all ranks. If you average gradients yourself, do so before
-#   `unscale_`.
+#   gradients. With FSDP2, `unscale_` asks all ranks. If you average gradients yourself, average them
+#   before `unscale_`.
 # - A checkpoint can be loaded by a different number of ranks.
 #
 # Next: [notebook 12](12_keras.ipynb) does mixed precision in Keras.

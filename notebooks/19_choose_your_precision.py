@@ -267,8 +267,8 @@ assert not in_fp16.isfinite().all()
 
 # %% [markdown]
 # The hidden values, up to 2.69e+05, overflow in fp16, so the outputs are not finite. **Look before you
-# cast**: run some of your inputs through the model with `largest_values`, in fp32 or bf16. A CPU is
-# enough. Each value should be at most half of 65504, because other inputs may give larger values. `amp-lab
+# cast**: run some of your inputs through the model with `largest_values`, in fp32 or bf16, which a CPU can
+# do. Each value should be at most half of 65504, because other inputs may give larger values. `amp-lab
 # export --dtype fp16` does not export a model whose outputs are not finite.
 # <!-- tests/train/test_export.py -->
 #
