@@ -550,8 +550,9 @@ assert "Detected call of `lr_scheduler.step()` before `optimizer.step()`." in me
 # **The fix.** Compare `scaler.get_scale()` before and after `scaler.update()`, and advance the schedule
 # only if the scale did not fall. With one optimizer, `update` lowers the scale exactly when the step
 # was skipped (unless the scale is 0 already). <!-- tests/numerics/test_scale_log.py -->
-# In Lightning, do this in `lr_scheduler_step`, which you override in your
-# `LightningModule`: <!-- tests/notebooks/test_08c_scaler.py -->
+# In Lightning, override `lr_scheduler_step` in your `LightningModule`, and compare there
+# `self.trainer.precision_plugin.scaler.get_scale()` with its value in the last call.
+# <!-- tests/notebooks/test_08c_scaler.py -->
 #
 # ```python
 # def lr_scheduler_step(self, scheduler, metric):

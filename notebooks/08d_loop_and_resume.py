@@ -343,8 +343,6 @@ assert step == step + 1 == 300
 #   "dtype error when a moving average (EMA) in fp32 is updated with bf16 weights",
 #   "loading the optimizer state casts fp32 moments to bf16 or fp16, parameters become NaN",
 #   "Muon's momentum buffer is fp32 and gradients are bf16 after a DeepSpeed resume",
-#   "8-bit or bf16 optimizer state has another dtype after load_state_dict",
-#   "bf16 moments of an old checkpoint are loaded into an fp32 optimizer",
 # ]
 # words = "lerp_ exp_avg exp_avg_sq AdamW Muon momentum_buffer ema_pytorch"
 # -->

@@ -365,7 +365,8 @@ assert set(rows["model.to(bfloat16)"]) == {"bfloat16"}
 # accelerate and Fabric wrap the model, so call the model that they return:
 # `model, optimizer = fabric.setup(model, optimizer)`. The wrapper always returns *fp32*. To get 16-bit outputs from
 # accelerate, take the model out of the wrapper with `accelerator.unwrap_model(model,
-# keep_fp32_wrapper=False)`. Then call the model inside `with accelerator.autocast():`. On a CPU, two settings
+# keep_fp32_wrapper=False)`. Then call the model inside `with accelerator.autocast():`. Do so only after
+# training, because this call also takes autocast out of the prepared model. On a CPU, two settings
 # do not do what their names say: Fabric's `16-mixed` computes in bf16, and accelerate's `fp16` computes in
 # fp32. <!-- tests/notebooks/test_19_choose_your_precision.py -->
 #

@@ -5,9 +5,11 @@ import json
 import re
 import subprocess
 import sys
+import traceback
 from pathlib import Path
 
 import pytest
+import torch
 from failure_messages import printed
 
 from amp_lab import explain
@@ -182,6 +184,34 @@ def test_the_users_own_line_is_named():
     line = read_explanation(TRACEBACK).own_line
     assert (line.file, line.line, line.function) == ("/home/me/train.py", 42, "step")
     assert line.code == "loss = criterion(model(x), y)"
+
+
+def test_two_dtypes_in_the_backward_of_an_autograd_function_have_their_own_cause():
+    """As in a checkpoint function written by hand, whose layers stand between both lines."""
+
+    class Checkpoint(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, run, x):
+            ctx.run = run
+            ctx.save_for_backward(x)
+            return run(x)
+
+        @staticmethod
+        def backward(ctx, grad):
+            (x,) = ctx.saved_tensors
+            with torch.enable_grad():
+                x = x.detach().requires_grad_()
+                return None, torch.autograd.grad(ctx.run(x), x, grad)[0]
+
+    layer = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        h = torch.ones(1, 2, requires_grad=True) @ torch.eye(2)
+        output = Checkpoint.apply(layer, h)
+    with pytest.raises(RuntimeError) as error:
+        output.float().sum().backward()
+    log = "".join(traceback.format_exception(error.value))
+    assert [found.code for found in explain(log)][:2] == ["AMP0020", "AMP0018"]
+    assert explain(str(error.value))[0].code == "AMP0018"
 
 
 @pytest.mark.parametrize(

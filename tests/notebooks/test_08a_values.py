@@ -228,3 +228,25 @@ def test_a_row_that_is_filled_with_the_least_number_becomes_an_average(dtype):
     scores = torch.tensor([[1.0, 3.0]], dtype=dtype)
     masked = scores.masked_fill(torch.tensor([[True, True]]), torch.finfo(scores.dtype).min)
     assert masked.softmax(-1).tolist() == [[0.5, 0.5]]
+
+
+def test_an_integer_weight_overflows_in_fp16_before_its_scale():
+    """AMP0298."""
+    x = torch.full((1, 64), 10.0).half()
+    weight, scale = torch.full((64, 1), 127, dtype=torch.int8), torch.tensor(0.01).half()
+    assert ((x @ weight.to(x.dtype)) * scale).isinf().all()
+    exact = 64 * 10 * 127 * 0.01
+    assert torch.allclose(
+        (x @ (weight.to(x.dtype) * scale)).float(), torch.tensor(exact), rtol=1e-2
+    )
+    b = x.bfloat16()
+    assert ((b @ weight.to(b.dtype)) * scale.bfloat16()).isfinite().all()
+
+
+def test_a_scale_that_is_computed_in_fp16_is_infinite_for_small_values():
+    """AMP0298."""
+    x = torch.tensor([0.0, 0.006]).half()
+    assert (448 / x.abs().max()).isinf()
+    assert (x * (448 / x.abs().max()))[0].isnan()
+    scale = 448 / x.float().abs().max()
+    assert (x.float() * scale).tolist() == [0.0, pytest.approx(448)]

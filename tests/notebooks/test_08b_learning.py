@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 
 from amp_lab.difference import compare_runs
 from amp_lab.numerics import find_nonfinite
@@ -293,3 +293,37 @@ def test_an_angle_below_2048_is_rounded_in_fp16_if_it_is_no_whole_number():
     angles = torch.arange(2048) * 10000 ** (-2 / 64)  # the second frequency of 64 dimensions
     assert angles.half().unique().numel() < 2048
     assert (angles.half().float() - angles).abs().max() > 0.4
+
+
+@pytest.mark.parametrize("keep_fp32", [False, True])
+def test_a_running_mean_in_bf16_stops_before_the_mean(keep_fp32):
+    """AMP0297."""
+    model = nn.Sequential(nn.BatchNorm1d(4)).bfloat16()
+    if keep_fp32:
+        for module in model.modules():
+            if isinstance(module, nn.modules.batchnorm._BatchNorm):
+                module.float()
+    x = torch.full((8, 4), 5.0, dtype=torch.bfloat16)
+    for _ in range(300):
+        assert model(x).dtype is torch.bfloat16
+    mean = model[0].running_mean
+    assert (mean.float() < 4.95).all() == (not keep_fp32)
+    update_bn([x], model)
+    assert torch.allclose(model[0].running_mean.float(), torch.tensor(5.0))
+    fp16 = nn.BatchNorm1d(1).half()
+    for _ in range(100):
+        fp16(torch.tensor([[-400.0], [400.0]]).half())
+    assert fp16.running_var.isinf().all()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        layer = nn.BatchNorm1d(4)
+        layer(x)
+    assert layer.running_mean.dtype is torch.float32
+
+
+def test_a_running_sum_in_bf16_has_equal_neighbours_above_256():
+    """AMP0300."""
+    mask = torch.ones(400, dtype=torch.bfloat16)
+    assert len(set(mask.cumsum(0).tolist())) < 400
+    assert mask.cumsum(0, dtype=torch.float32).tolist() == list(range(1, 401))
+    assert mask.long().cumsum(0).tolist() == list(range(1, 401))
+    assert torch.full((700,), 100.0).half().cumsum(0)[-1].isinf()

@@ -280,3 +280,67 @@ def test_clipping_an_infinite_norm_makes_gradients_nan():
         torch.testing.assert_close(weight.grad, expected, equal_nan=True)
     weight.grad = torch.tensor([3.0, 4.0])
     assert nn.utils.get_total_norm([weight.grad]) == 5
+
+
+def stepped(dtype: torch.dtype) -> tuple[nn.Parameter, torch.optim.Adam]:
+    weight = nn.Parameter(torch.zeros(2, dtype=dtype))
+    adam = torch.optim.Adam([weight], lr=1e-3)
+    weight.grad = torch.tensor([0.1234567, 1.0], dtype=dtype)
+    adam.step()
+    return weight, adam
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_loading_casts_moments_to_the_dtype_of_the_weights(dtype):
+    """AMP0296."""
+    other = {torch.float32: torch.bfloat16, torch.bfloat16: torch.float32}[dtype]
+    saved = stepped(other)[1].state_dict()
+    weight, optimizer = stepped(dtype)
+    optimizer.load_state_dict(saved)
+    assert optimizer.state[weight]["exp_avg"].dtype is dtype
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    for i in saved["state"]:
+        optimizer.state[params[i]].update(saved["state"][i])
+    assert torch.equal(optimizer.state[weight]["exp_avg"], saved["state"][0]["exp_avg"])
+    assert optimizer.state[weight]["exp_avg"].dtype is other
+
+
+@pytest.mark.parametrize("repaired", [False, True])
+def test_a_step_counter_in_bf16_stops_at_256(repaired):
+    """AMP0296."""
+    weight, adam = stepped(torch.float32)
+    saved = adam.state_dict()
+    saved["state"][0]["step"] = torch.tensor(250.0, dtype=torch.bfloat16)
+    adam.load_state_dict(saved)
+    state = adam.state[weight]
+    if repaired:
+        state["step"] = torch.tensor(float(250))
+    for _ in range(1000):
+        adam.step()
+    assert state["step"] == (1250 if repaired else 256)
+    before = weight.detach().clone()
+    adam.step()
+    step_size = (weight - before).abs().max() / 1e-3  # 1 for a constant gradient
+    assert (step_size > 0.9) == repaired
+
+
+@pytest.mark.parametrize("init_scale", [2.0**16, 1024])
+def test_the_default_scale_makes_the_gradients_of_a_sum_infinite(init_scale):
+    """AMP0144."""
+    a, b = (nn.Parameter(torch.full((2, 2), 0.5)) for _ in range(2))
+    optimizer = torch.optim.SGD([a, b], lr=1e-3)
+    scaler = torch.amp.GradScaler("cpu", init_scale=init_scale)
+    finite = []
+    for _ in range(4):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = (a @ b).sum()
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        finite.append(bool(a.grad.isfinite().all()))
+        scaler.step(optimizer)
+        scaler.update()
+    assert finite[0] == (init_scale == 1024)
+    assert finite[-1]
+    assert a.isfinite().all()
+    assert (a < 0.5).all()

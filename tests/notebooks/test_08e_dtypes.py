@@ -288,3 +288,38 @@ def test_the_output_of_a_matmul_refuses_fp32_values_under_autocast():
         with pytest.raises(RuntimeError, match="index_add_"):
             buffer.index_add_(0, torch.tensor([0]), values)
         buffer.index_add_(0, torch.tensor([0]), values.to(buffer.dtype))
+
+
+def test_mixed_precision_keeps_weights_gradients_and_state_in_fp32():
+    """AMP0294."""
+    layer, dtypes = nn.Linear(2, 2), []
+    layer.register_forward_hook(lambda module, inputs, output: dtypes.append(output.dtype))
+    adam = torch.optim.Adam(layer.parameters())
+    with torch.autocast("cpu", dtype=BF16):
+        loss = layer(torch.ones(1, 2)).sum()
+    loss.backward()
+    adam.step()
+    assert dtypes == [BF16]
+    weight = layer.weight
+    assert weight.dtype is weight.grad.dtype is adam.state[weight]["exp_avg"].dtype is FP32
+    assert layer.bfloat16().weight.dtype is BF16
+
+
+def test_some_ops_return_fp32_in_a_block_and_a_cpu_has_fewer_of_them():
+    """AMP0295."""
+    with cuda_rules():
+        h = torch.ones(2, 2, device="cuda") @ torch.ones(2, 2, device="cuda")
+        assert h.dtype is FP16
+        raised = [h.exp(), h.log(), h**2, h.softmax(-1), h.sum(), h.cumsum(0), h.norm()]
+        raised += [F.layer_norm(h, (2,)), F.mse_loss(h, h)]
+        assert {tensor.dtype for tensor in raised} == {FP32}
+        assert (h.softmax(-1) @ h).dtype is FP16
+        assert h.exp_().dtype is FP16
+    with torch.autocast("cpu", dtype=BF16):
+        h = torch.ones(2, 2) @ torch.ones(2, 2)
+        assert h.exp().dtype is h.softmax(-1).dtype is h.sum().dtype is BF16
+        loss = F.mse_loss(h, h)
+        assert loss.dtype is FP32
+        assert loss.to(h.dtype).dtype is BF16
+        assert (h.float().softmax(-1) @ h).dtype is BF16
+    assert torch.tensor(11.1).half().exp_().isinf()

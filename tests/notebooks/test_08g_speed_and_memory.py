@@ -374,3 +374,24 @@ def test_fabric_puts_only_the_model_that_setup_returns_under_autocast():
     returned(x)
     assert dtypes == [torch.float32, torch.bfloat16]
     assert outside == [torch.float32]
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_unwrap_model_takes_autocast_out_of_the_prepared_model(keep):
+    """AMP0299."""
+    accelerate = pytest.importorskip("accelerate")
+    accelerate.state.AcceleratorState._reset_state()
+    accelerator = accelerate.Accelerator(mixed_precision="bf16", cpu=True)
+    model = nn.Sequential(nn.Linear(2, 2))
+    dtypes = []
+    model[0].register_forward_hook(lambda module, inputs, output: dtypes.append(output.dtype))
+    prepared = accelerator.prepare(model)
+    unwrapped = accelerator.unwrap_model(prepared, keep_fp32_wrapper=keep)
+    x = torch.ones(1, 2)
+    prepared(x)
+    assert dtypes == [torch.bfloat16 if keep else torch.float32]
+    assert unwrapped is model
+    with accelerator.autocast():
+        unwrapped[0](x)
+    assert dtypes[-1] is torch.bfloat16
+    accelerate.state.AcceleratorState._reset_state()
