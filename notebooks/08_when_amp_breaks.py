@@ -112,6 +112,7 @@ assert failure.code == "AMP0018"
 # | [The derivatives in a physics-informed loss are inf or 0 in fp16](../docs/other_models.md#why-is-the-loss-of-my-pinn-inf-or-0-in-fp16) `AMP0274` | a PINN has an infinite or NaN loss with amp, and is fine in fp32 |
 # | [MPS gives wrong values, noise or NaN, and the CPU is right](../docs/hardware.md#apple) `AMP0310` | the same model is right on the CPU and wrong on mps |
 # | [FP8 of Transformer Engine fails or gives NaN with activation checkpointing](15_below_16_bits.ipynb) `AMP0316` | `` Same module is being invoked more than once inside an `fp8_autocast` region `` |
+# | [A quantized layer overflows in fp16 before its scale is applied](15_below_16_bits.ipynb#The-values-that-share-a-scale) `AMP0298` | int8 weight-only quantization gives NaN in float16, but bfloat16 is fine |
 #
 # ### Find out why a model learns nothing
 #
@@ -151,6 +152,8 @@ assert failure.code == "AMP0018"
 # | [A recurrent or state-space state in 16 bits forgets nothing, or stops changing](../docs/other_models.md#can-the-state-of-mamba-an-ssm-or-an-rnn-be-in-bf16) `AMP0273` | Mamba or another state-space model is worse or unstable in bf16 |
 # | [A sampling grid in 16 bits moves pixels](../docs/other_models.md#may-boxes-and-sampling-grids-be-in-bf16) `AMP0277` | grid_sample under autocast gives a blurred or shifted image |
 # | [The temperature of a contrastive loss does not learn in bf16](../docs/other_models.md#what-needs-fp32-in-clip-and-other-contrastive-losses) `AMP0278` | `logit_scale` does not change in bf16 |
+# | [Batch norm's running statistics lag behind in 16 bits](16_low_precision_state.ipynb#Weights-in-bf16) `AMP0297` | evaluation is worse than training with batch norm and bf16-true |
+# | [A running sum or product (cumsum, cumprod) is inaccurate in 16 bits](08b_learning.ipynb#A-loss-summed-up-in-bf16-is-too-small) `AMP0300` | cumsum of a mask in bf16 gives equal positions |
 #
 # ### Repair errors of the GradScaler
 #
@@ -197,6 +200,7 @@ assert failure.code == "AMP0018"
 # | [The Trainer's model is in bf16 or fp16 after evaluate()](../docs/trainers.md#why-is-the-model-in-bf16-after-evaluate-in-the-trainer) `AMP0265` | bf16_full_eval or fp16_full_eval changes the dtype of the model |
 # | [A model that was saved in bf16 is loaded in fp32, or the other way round](../docs/trainers.md#why-is-my-checkpoint-in-fp32-after-training-in-bf16) `AMP0268` | publish a bf16 checkpoint after mixed precision training |
 # | [8-bit Adam and AdamW cannot load each other's state](../docs/quantized.md#can-i-resume-with-8-bit-adam-from-a-state-of-adamw-or-back) `AMP0281` | `` KeyError: 'state1' `` |
+# | [Loading an optimizer changes the dtype of its state](../docs/trainers.md#does-resuming-change-the-dtype-of-the-optimizer-state) `AMP0296` | optimizer.load_state_dict changes the dtype of exp_avg and exp_avg_sq |
 #
 # ### Repair dtypes that do not match
 #
@@ -228,6 +232,8 @@ assert failure.code == "AMP0018"
 # | [A layer returns fp16 inside a bf16 autocast block](02_autocast_dtypes.ipynb#Your-own-autograd-functions) `AMP0291` | a library's layer returns float16 under bfloat16 autocast |
 # | [transformers warns that torch_dtype is deprecated](../docs/trainers.md#should-i-load-a-model-in-fp32-or-bf16-for-fine-tuning) `AMP0311` | `` `torch_dtype` is deprecated! Use `dtype` instead! `` |
 # | [Packed 4-bit or 8-bit weights are used as if they were not quantized](../docs/quantized.md#can-i-call-half-or-todtype-on-a-quantized-model) `AMP0312` | `` dequantize_4bit…shapes cannot be multiplied `` |
+# | [The weights are still in fp32 with mixed precision](19_choose_your_precision.ipynb#What-other-frameworks-call-it) `AMP0294` | print(next(model.parameters()).dtype) shows float32 although I train with bf16=True |
+# | [An op returns fp32 inside an autocast block](02_autocast_dtypes.ipynb#Four-things-that-can-happen-to-an-op) `AMP0295` | torch.exp, softmax or log returns float32 under autocast, but I expected half |
 #
 # ### Replace ops and devices that refuse half precision
 #
@@ -299,6 +305,7 @@ assert failure.code == "AMP0018"
 # | [Autocast writes out an expanded tensor](../docs/memory_in_practice.md#why-does-amp-not-halve-the-memory) `AMP0289` | autocast takes many times more memory for a bmm with an expanded buffer |
 # | [Fabric's precision has no effect, because the model from `setup` is not used](19_choose_your_precision.ipynb#What-other-frameworks-call-it) `AMP0292` | Fabric precision has no effect, model still runs in float32 |
 # | [Autocast without its cache keeps one cast of a weight for each use](../docs/memory_in_practice.md#why-does-inference-under-autocast-take-more-memory-than-fp32) `AMP0293` | out of memory after the upgrade to Lightning 2.6 with bf16-mixed |
+# | [After accelerate's `unwrap_model`, the model trains in fp32](19_choose_your_precision.ipynb#What-other-frameworks-call-it) `AMP0299` | training is slower after generate on the unwrapped model |
 #
 # ### Repair compiled and distributed training
 #
