@@ -21,9 +21,9 @@
 # - [fp16 and bf16 are mixed in one model](#fp16-and-bf16-are-mixed-in-one-model);
 # - [The input is float64 or an integer](#The-input-is-float64-or-an-integer).
 #
-# **What you need.** You need no GPU. This notebook is a reference, so read only the section that you need.
-# The [index](08_when_amp_breaks.ipynb) lists all failures. Most programs below call several kinds of layers
-# and print the message of each layer that raises an error.
+# **What you need.** You need no GPU. This notebook is a reference, so read only the section that you need. The
+# [index](08_when_amp_breaks.ipynb) lists all failures. Most programs below print the message of each layer that
+# fails.
 #
 # **The names of dtypes.** Here, *half precision* means fp16 or bf16. In the messages, `Half` is only fp16,
 # `Float` is fp32, `Double` is float64, `Long` is int64 and `Byte` is uint8. <!-- tests/notebooks/test_08e_dtypes.py -->
@@ -449,10 +449,8 @@ for options in ({}, {"cast_inputs": torch.float32}):
 #
 # Autocast does not cast the inputs of a kernel from another package, or of an op that you define with
 # `torch.library`. Cast the inputs yourself, or register a dtype for your op with
-# `torch.library.register_autocast`. <!-- tests/notebooks/test_08e_dtypes.py -->
-#
-# Under `torch.vmap`, the backward pass of a norm [may also raise such an
-# error](https://github.com/pytorch/pytorch/issues/184890).
+# `torch.library.register_autocast`. Under `torch.vmap`, the backward pass of a norm [may also raise such an
+# error](https://github.com/pytorch/pytorch/issues/184890). <!-- tests/notebooks/test_08e_dtypes.py -->
 #
 # **Notice it earlier.** Test each custom function once under autocast, including its backward pass.
 

@@ -189,8 +189,7 @@ assert in_a_thread(decorated) is torch.float16
 # longer throughput it/s seconds per iteration images per second TF32 ms pass forward apex O1"""
 # -->
 #
-# **What you see.** A step takes as long as in fp32, or longer. A profile shows many casts
-# (`_to_copy`).
+# **What you see.** A step takes as long as in fp32, or longer. A profile shows many casts (`_to_copy`).
 #
 # **The smallest program that does it.** We count the ops of five small layers. `CountOps` leaves out
 # views, which do no work.
@@ -238,13 +237,11 @@ assert (plain.ops, amp.ops, amp.casts) == (5, 16, 11)
 # on this batch, make the data loader faster. If AMP is not faster, use larger batches and a dtype that
 # `amp-lab doctor` reports as fast. For inference, cast the weights once.
 #
-# [Notebook 10](10_speed_ladder.ipynb#Where-AMP-loses) shows at which sizes AMP is faster. For
-# convolutions, also [let cuDNN
-# search](https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html) for the fastest kernel:
-# `torch.backends.cudnn.benchmark = True`.
+# [Notebook 10](10_speed_ladder.ipynb#Where-AMP-loses) shows at which sizes AMP is faster. For convolutions,
+# also [let cuDNN search](https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html) for the fastest
+# kernel: `torch.backends.cudnn.benchmark = True`.
 #
-# **Not this.** Do not call `model.half()` before training to avoid the casts. fp16 weights lose small
-# updates.
+# **Not this.** Do not call `model.half()` before training to avoid the casts. fp16 weights lose small updates.
 
 # %%
 frozen = nn.Linear(16, 16).requires_grad_(False)
@@ -537,10 +534,9 @@ assert torch.cuda.OutOfMemoryError is torch.OutOfMemoryError
 #   `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True` ([other
 #   names](../docs/memory_in_practice.md#pytorch_cuda_alloc_conf-or-pytorch_alloc_conf)).
 #
-# **The fix.** Use a smaller batch and accumulate gradients: divide each loss by the number of batches.
-# You can also use gradient checkpointing. Load checkpoints with `map_location="cpu"`. `amp-lab memory
-# my_model.py:MODEL --input 8,3,224,224 --memory 24GiB` forecasts the largest batch and how much other
-# settings save.
+# **The fix.** Use a smaller batch and accumulate gradients: divide each loss by the number of batches. You can
+# also use gradient checkpointing. Load checkpoints with `map_location="cpu"`. `amp-lab memory my_model.py:MODEL
+# --input 8,3,224,224 --memory 24GiB` forecasts the largest batch and how much other settings save.
 #
 # The accumulated gradients equal those of the large batch up to rounding, if the model has no batch
 # normalisation. ([More on the forecast](../docs/your_model.md#does-training-fit-into-memory).)
@@ -591,8 +587,7 @@ torch.testing.assert_close(gradient_of(large.split(4)), gradient_of([large]))
 # creeps RAM gc.collect validation batches no_grad climbs allocation full"""
 # -->
 #
-# **What you see.** Each training step, or each batch of an evaluation, needs more memory than the
-# previous one.
+# **What you see.** Each training step, or each batch of an evaluation, needs more memory than the previous one.
 #
 # **The smallest program that does it.** We evaluate three batches, and keep the loss of each as a
 # tensor or as a number. `held_by` counts the tensors that graphs still hold at the end.
@@ -624,9 +619,8 @@ print(f"tensors held by three losses: {losses}, by three numbers: {numbers}")
 assert losses > numbers == 0
 
 # %% [markdown]
-# **Why.** A loss or an output that you keep holds its graph, and the graph holds all activations of its
-# batch. Without a graph the outputs alone can fill the memory: logits have batch size x tokens x
-# vocabulary numbers.
+# **Why.** A loss or an output that you keep holds its graph, and the graph holds all activations of its batch.
+# Without a graph the outputs alone can fill the memory: logits have batch size x tokens x vocabulary numbers.
 #
 # `loss.backward()` frees the activations. So `total_loss += loss` after the backward pass keeps little,
 # but in an evaluation without `no_grad` it keeps everything.
@@ -645,8 +639,7 @@ with torch.inference_mode():
 assert wide.eval()(torch.ones(1, 512)).requires_grad
 
 # %% [markdown]
-# **Notice it earlier.** Print `torch.cuda.memory_allocated()` after each step. The number has to stay
-# the same.
+# **Notice it earlier.** Print `torch.cuda.memory_allocated()` after each step. The number has to stay the same.
 
 # %% [markdown]
 # ## Further reading
