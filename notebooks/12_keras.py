@@ -21,9 +21,9 @@
 #
 # **What you need.** [Notebook 02](02_autocast_dtypes.ipynb) for autocast, and [notebook
 # 03](03_grad_scaler_step_by_step.ipynb) for the scaler. `pdm run sync --with tensorflow` installs
-# TensorFlow, for the CPU. Without TensorFlow, which does not support Python 3.14 yet, this notebook runs
-# only on torch.
-# <!-- tests/course/test_processes.py --> <!-- tests/tools/test_sync.py -->
+# TensorFlow for the CPU. (TensorFlow does not support Python 3.14 yet.) Without TensorFlow, this
+# notebook runs only on torch. <!-- tests/course/test_processes.py -->
+# <!-- tests/tools/test_sync.py -->
 
 # %% [markdown]
 # You select the Keras backend with an environment variable [before you import
@@ -65,8 +65,8 @@ def dtype_of(x):
 # %% [markdown]
 # ## The idea in five lines
 #
-# We give a layer the policy `mixed_float16`. Guess before you run this: which dtypes will the weights
-# and the output have?
+# We give a layer the policy `mixed_float16`. Before you run this: which dtypes will the weights and
+# the output have?
 
 # %%
 dense = layers.Dense(3, dtype="mixed_float16")
@@ -94,7 +94,8 @@ for name in POLICIES:
 # With a mixed policy, the optimizer updates float32 master weights. The last two policies have no
 # float32 weights, so they lose small updates ([notebook 01](01_number_formats.ipynb)).
 #
-# `set_dtype_policy` sets the policy of all layers created later. `dtype=` sets it for one layer:
+# `set_dtype_policy` sets the policy of all layers that you create afterwards. `dtype=` sets the policy
+# of one layer:
 
 # %%
 x = torch.rand(4, 8, generator=torch.Generator().manual_seed(0)).numpy()
@@ -121,8 +122,8 @@ assert layers.Dense(3).compute_dtype == "float16"
 # in its `call`.
 #
 # Some of Keras's own layers use float32 where float16 would overflow. For example, batch normalization
-# computes its squares in float32. A custom layer stays in float16. The layer below overflows unless you
-# set its dtype to float32:
+# computes its squares in float32. A layer that you write computes everything in float16. The layer
+# below overflows unless you set its dtype to float32:
 
 
 # %%
@@ -175,10 +176,10 @@ assert off["right"] < 1 / 1000
 assert off["wrong"] > 1.8
 
 # %% [markdown]
-# With the float16 sigmoid, the loss of the right prediction is over a thousand times too small. The loss of
-# the wrong prediction is nearly twice as large as the exact loss. Keras replaces a probability of 1 by
-# 1 - 10⁻⁷, which belongs to a logit of 16. To avoid such losses, create the last
-# layer in float32 without an activation, and use a loss with `from_logits=True`.
+# With the float16 sigmoid, the loss of the right prediction is over a thousand times too small. The
+# loss of the wrong prediction is nearly twice as large as the exact loss: Keras replaces a probability
+# of 1 by 1 - 10⁻⁷, which belongs to a logit of 16 instead of 8.5. To avoid such losses, create the
+# last layer in float32 without an activation, and use a loss with `from_logits=True`.
 #
 # ## When compile adds a loss scale
 #
@@ -209,6 +210,7 @@ for name in POLICIES[:3]:
 # %% [markdown]
 # With `auto_scale_loss=False` you train without a loss scale on purpose. You can also lose the loss
 # scale by accident: if you set the policy only on the layers, the model still has the global policy.
+# We show both cases:
 
 # %%
 print("on purpose:", optimizer_of(new_head(), auto_scale_loss=False))
@@ -307,9 +309,9 @@ for backend, policies in fitted.items():
         assert found["steps"] > 0.8 * full["steps"]
 
 # %% [markdown]
-# Each row shows how far the loss fell, compared with float32. On both backends the three policies
-# learn alike. With `mixed_float16` some steps may be skipped, because the loss scale starts too high. Whether a
-# policy is faster depends on the hardware and the network ([notebook
+# Each row shows how far the loss fell, as a percentage of how far it fell in float32. On both backends
+# the three policies learn alike. With `mixed_float16` some steps may be skipped, because the loss
+# scale starts too high. Whether a policy is faster depends on the hardware and the network ([notebook
 # 05](05_cifar10_mobilenet.ipynb)).
 #
 # ## Write the step
@@ -332,7 +334,7 @@ def step_with_torch(self, data):
 
 
 # %% [markdown]
-# In TensorFlow, scale the loss while the tape still records:
+# In TensorFlow, scale the loss inside the `GradientTape` block:
 
 
 # %%
@@ -375,8 +377,8 @@ def new_net():
 
 
 # %% [markdown]
-# The next function trains the network under `mixed_float16`. The scale starts far too high, so that some steps are
-# skipped. It doubles after five good steps:
+# The next function trains the network under `mixed_float16`. The scale starts far too high, so that
+# some steps are skipped. The scale doubles after five good steps in a row:
 
 
 # %%
@@ -417,12 +419,12 @@ for backend, record in trained.items():
     assert record["losses"][-1] < record["losses"][0]
 
 # %% [markdown]
-# The scale halves from 2^24 down to 2^16, where the gradients no longer overflow. Then it doubles after
-# every five good steps. Each halving means a skipped step, and `iterations` does not count skipped
-# steps. A learning-rate schedule [reads
+# The scale halves from 2^24 down to 2^16, where the gradients no longer overflow. Then it doubles
+# after every five good steps. Each halving means a skipped step, and `iterations` does not count
+# skipped steps. A learning-rate schedule [reads
 # `iterations`](https://github.com/keras-team/keras/blob/master/keras/src/optimizers/base_optimizer.py),
-# so it does not count them either. `model.save` stores the scale, so a loaded model continues with it.
-# <!-- tests/notebooks/test_12_keras.py -->
+# so the schedule does not count skipped steps either. `model.save` stores the scale, so a loaded model
+# continues with the saved scale. <!-- tests/notebooks/test_12_keras.py -->
 #
 # ## A mistake in a custom step
 #
@@ -442,13 +444,13 @@ for kind, rate in ((keras.optimizers.SGD, 1.0), (keras.optimizers.Adam, 0.1)):
     assert abs(ratio / 2.0**15 - 1) < 0.01 if kind is keras.optimizers.SGD else 1 < ratio < 2
 
 # %% [markdown]
-# With SGD, the unscaled step is 2¹⁵ times too short. Adam divides by the size of the gradient, which
-# hides most of the mistake. The gradient is so small that Adam's epsilon matters: the weight moves by 0.08
-# instead of 0.1.
+# With SGD, the step without scaling is 2¹⁵ times too short. Adam divides by the size of the gradient,
+# which hides most of the mistake. But here the gradient becomes so small that Adam's epsilon matters:
+# the weight moves by 0.08 instead of 0.1.
 #
 # ## The names of TensorFlow 2.x (optional)
 #
-# Replace these names:
+# If you have code for TensorFlow 2.x, replace these names:
 #
 # | TensorFlow 2.x | Keras 3 |
 # |---|---|

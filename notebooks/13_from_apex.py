@@ -9,7 +9,8 @@
 # %% [markdown]
 # # Move from Apex to torch.amp
 #
-# This notebook is for you if you have code for NVIDIA's Apex or for torch.cuda.amp.
+# This notebook is for you if you have code for `torch.cuda.amp` or for Apex, the library in which
+# NVIDIA offered mixed precision before PyTorch did.
 #
 # **What you'll do.** Train a small network at each of Apex's four optimization levels, and compare each level
 # with the code that you would write today. Then move old code to `torch.amp`, by hand and with `amp-lab
@@ -66,15 +67,14 @@ print(f"{(today != as_apex_did).sum()} of {today.numel()} outputs differ")
 assert torch.equal(today, as_apex_did)
 
 # %% [markdown]
-# None of the outputs differ. So moving mostly means replacing names. This notebook also shows the few
-# places where Apex and `torch.amp` behave differently.
+# None of the outputs differ. So to move your code, you mostly replace names. This notebook also shows
+# the few places where Apex and `torch.amp` behave differently.
 #
 # ## The names, then and now
 #
 # [PyTorch 1.6](https://github.com/pytorch/pytorch/releases/tag/v1.6.0) added `torch.cuda.amp` in 2020.
-# [`torch.amp`](https://docs.pytorch.org/docs/stable/amp.html) followed later. It also supports CPUs and
-# other accelerators. Apex removed its `amp` in 2025 ([pull request
-# 1896](https://github.com/NVIDIA/apex/pull/1896)).
+# [`torch.amp`](https://docs.pytorch.org/docs/stable/amp.html) followed later and also supports CPUs
+# and other accelerators. Apex removed its `amp` [in 2025](https://github.com/NVIDIA/apex/pull/1896).
 #
 # | Apex | today |
 # |---|---|
@@ -163,9 +163,10 @@ assert table["O0"] == table["fp32 today"]
 # ### O0 and O1: fp32, and casts around ops
 #
 # Today O0 is a loop with autocast and scaler disabled. O1 is `torch.autocast` with
-# `dtype=torch.float16` and a `GradScaler`. We compare the losses of all steps. On a CPU the losses must
-# be equal to the last bit. A GPU may compute a sum in another order, so there we allow 2^-9, four
-# roundings of fp16 [*(not yet seen on a GPU)*](../data/results/README.md "apex-o1").
+# `dtype=torch.float16` and a `GradScaler`. We compare the losses of all steps. On a CPU the losses
+# must be equal to the last bit. A GPU may compute a sum in another order, so on a GPU we allow a
+# difference of 2^-9 (0.2 %), which is four roundings of fp16 [*(not yet seen on a
+# GPU)*](../data/results/README.md "apex-o1").
 
 # %%
 SAME = 0 if device.type == "cpu" else 2**-9
@@ -174,7 +175,8 @@ check_close(runs["autocast"], runs["O1"], SAME)
 assert runs["O1"].scale == 2.0**13  # three steps skipped, in both
 
 # %% [markdown]
-# Both pairs agree. In the second, three skipped steps lowered the scale to 8192.
+# Both pairs agree: today's fp32 with O0, and autocast with O1. In O1 and autocast, three skipped steps
+# lowered the scale from 65536 to 8192.
 #
 # Apex and autocast have different lists of ops. One difference matters for classifiers. Apex ran
 # `cross_entropy` in
@@ -185,8 +187,8 @@ assert runs["O1"].scale == 2.0**13  # three steps skipped, in both
 #
 # ### O2: fp16 weights, fp32 masters
 #
-# Today's code is the same as for O1. The parameters *are* now the master weights, and autocast makes the
-# fp16 copies that O2 stored. How close are the losses of O2 and autocast?
+# Today's code is the same as for O1. The parameters *are* now the master weights, and autocast makes
+# the fp16 copies that O2 stored. Before you run this: how close are the losses of O2 and autocast?
 
 # %%
 check_close(runs["autocast"], runs["O2"], tolerance=2**-9)  # 4 roundings of fp16
@@ -194,18 +196,18 @@ assert runs["autocast"].losses != runs["O2"].losses
 
 # %% [markdown]
 # The losses are close, but not equal. Apex made the master weights *after* it had cast the model to
-# fp16, so they start with only 11 significant bits. A network with a softmax shows a
-# second difference: O2 had no list of ops, so it ran the softmax in fp16. Autocast on CUDA [runs it in
-# fp32](https://docs.pytorch.org/docs/stable/amp.html#cuda-ops-that-can-autocast-to-float32).
+# fp16, so they start with only 11 significant bits.
 #
 # ### O3: everything in fp16
 #
 # Today O3 is `model.half()` with an optimizer that updates the fp16 weights. Apex offered O3 for
-# ["establishing a performance ceiling"](https://github.com/NVIDIA/apex/blob/e13873debc4699d39c6861074b9a3b2a02327f92/apex/amp/frontend.py).
-# O3 has two problems. Small weight updates are rounded away ([notebook
-# 16](16_low_precision_state.ipynb)). And Adam divides by the root of an average of squared gradients,
-# plus 1e-8. For a gradient of 0.0005, the square and 1e-8 both round to zero in fp16, so Adam divides by
-# zero. (Fused Adam does not, because it computes in fp32.)
+# ["establishing a performance
+# ceiling"](https://github.com/NVIDIA/apex/blob/e13873debc4699d39c6861074b9a3b2a02327f92/apex/amp/frontend.py).
+# O3 has two problems:
+#
+# - Small weight updates are rounded away ([notebook 16](16_low_precision_state.ipynb)).
+# - Adam divides by the root of an average of squared gradients, plus 1e-8. For a gradient of 0.0005,
+#   the square and 1e-8 both become zero in fp16, so Adam divides by zero.
 
 # %%
 assert 0.001 * torch.tensor(5e-4).half() ** 2 == 0 == torch.tensor(1e-8).half()
@@ -216,7 +218,7 @@ assert losses[1] != losses[1]  # NaN
 # %% [markdown]
 # ### What it costs in memory
 #
-# With Adam, each level held this many bytes per parameter during the optimizer step:
+# With Adam, each level stored this many bytes per parameter during the optimizer step:
 # <!-- tests/notebooks/test_13_from_apex.py -->
 #
 # | | weights | gradients | master weights | gradients of masters | Adam's state | total |
@@ -225,13 +227,13 @@ assert losses[1] != losses[1]  # NaN
 # | O2 | 2 | 2 | 4 | 4 | 8 | 20 |
 # | O3 | 2 | 2 | | | 4 | 8 |
 #
-# O2 held the most memory. The master weights and their gradients cost more than fp16 saves on weights and
-# gradients. The table does not count the fp16 copies that autocast makes.
+# O2 took the most memory: the master weights and their gradients cost more than fp16 saves on weights
+# and gradients. The table does not count the fp16 copies of weights that autocast makes.
 #
 # ## The loop, line by line
 #
-# Here is an Apex loop with gradient clipping. It is a string, so that the tool below can read it. We run
-# it with the toy Apex:
+# Here is an Apex loop with gradient clipping. We write the loop as a string, because a tool will read
+# it below. We run it with the toy Apex:
 
 # %%
 OLD_LOOP = """
@@ -299,9 +301,10 @@ for old_name in (torch.cuda.amp.autocast, torch.cpu.amp.autocast, torch.cuda.amp
 # %% [markdown]
 # There are two traps when you move to the new names.
 #
-# **The default dtype.** The old classes had a fixed default: fp16 for CUDA and bf16 for the CPU. The new
-# class takes the current autocast dtype, which an outer block may have changed. Which dtype will each of
-# these three blocks have?
+# **The default dtype.** The old classes had a fixed default: fp16 for CUDA and bf16 for the CPU. The
+# new class takes the current autocast dtype, which an outer block may have changed. In the next cell,
+# an outer fp16 block contains three blocks: with the old name, with the new name, and with the new
+# name and a dtype. Which dtype will each of them have?
 
 # %%
 x = torch.ones(2, 2)
@@ -327,7 +330,7 @@ assert (old, renamed, written_out) == (bf16, fp16, bf16)
 # | `autocast(enabled, dtype, cache_enabled)` | `autocast(device_type, dtype, enabled, cache_enabled)` |
 # | `GradScaler(init_scale, growth_factor, …)` | `GradScaler(device, init_scale, growth_factor, …)` |
 #
-# If the first argument is not a device, autocast raises an error, but `GradScaler` does not:
+# If you pass the old first argument, autocast raises an error, but `GradScaler` does not:
 # <!-- tests/notebooks/test_13_from_apex.py -->
 
 # %%
@@ -339,17 +342,15 @@ assert (asked.get_scale(), got.get_scale()) == (1024, 65536)
 # The scaler used 1024.0 as the device, and starts at the default scale of 65536. Pass these arguments by
 # keyword to avoid this mistake.
 #
-# Custom autograd functions change too: `torch.amp.custom_fwd` and `custom_bwd` need a `device_type`
-# ([notebook 02](02_autocast_dtypes.ipynb) has an example).
+# ## Let a tool do it (optional)
 #
-# ### Let a tool do it
+# `amp-lab migrate PATH` rewrites old names of torch in files and notebooks, so that the new code
+# behaves like the old code. The tool also rewrites Apex names that have an exact equivalent in torch.
+# It reports what you have to change by hand, and mistakes that are certain from the code alone.
+# <!-- tests/migrate/test_apex.py, tests/migrate/test_magics.py, tests/migrate/test_files.py, tests/migrate/test_mistakes.py -->
 #
-# `amp-lab migrate PATH` rewrites old names of torch in files and notebooks. The new code behaves like the
-# old code. It also rewrites Apex names that have an exact equivalent in torch. It does not change
-# magics or code that chooses between versions. It reports what you have to change by hand, and mistakes
-# that are certain from the code alone. <!-- tests/migrate/test_apex.py, tests/migrate/test_magics.py, tests/migrate/test_files.py, tests/migrate/test_mistakes.py -->
-#
-# This part of an old program runs in fp16 on a GPU and in bf16 on a CPU. It contains both traps:
+# The following part of an old program runs in fp16 on a GPU and in bf16 on a CPU. It contains both
+# traps from above:
 
 # %%
 OLD_PROGRAM = """
@@ -380,10 +381,11 @@ else:
     assert migrate_source(new_program)[0] == new_program  # nothing is left to do
 
 # %% [markdown]
-# The tool has added each dtype and moved the scale to its new position. It cannot rewrite the Apex loop
-# from above, because the work of `amp.initialize` and `amp.scale_loss` is spread over model, optimizer
-# and loop. For these lines it reports what to write instead. With `--mark` it also adds this advice to
-# the file as comments. If you follow the advice, you get the loop that we wrote above:
+# The tool has added each dtype and moved the scale to its new position.
+#
+# The tool cannot rewrite the Apex loop from above, because there is no single call that replaces
+# `amp.initialize` or `amp.scale_loss`. For these lines the tool prints what to write instead. With
+# `--mark` it also adds this advice to the file as comments:
 
 # %%
 if find_spec("libcst") is not None:
@@ -407,9 +409,9 @@ if find_spec("libcst") is not None:
 #   [DeepLearningExamples](https://github.com/NVIDIA/DeepLearningExamples/blob/e5428044f7af25e02bfc719be9cbee4fe65943e5/PyTorch/LanguageModeling/BERT/run_pretraining.py)
 #   saved `list(amp.master_params(optimizer))` as `master params`, in the order of the optimizer's groups.
 #
-# Our reference run trains for eight steps, writes such a checkpoint, and trains for eight more. We set
-# the growth interval to 6 instead of 2000. So the scale grows during the run, and the counter of good
-# steps matters.
+# Our reference run trains for eight steps, writes such a checkpoint, and trains for eight more steps.
+# We set the growth interval to 6 instead of 2000. So the scale grows during the run, and the run
+# resumes correctly only if the counter of good steps is restored.
 
 # %%
 from course.apex_training import Run, today_step, train_and_save
@@ -444,8 +446,9 @@ print(dict(state))
 assert scaler_state(state).keys() == torch.amp.GradScaler("cpu").state_dict().keys()
 
 # %% [markdown]
-# Now we resume. `load_state_dict` copies the values *into* the model's fp32 parameters. The optimizer's
-# state needs no change: its entries are numbered in the order of the parameters, and were fp32 at O1 and O2.
+# Now we resume. `load_state_dict` copies the values *into* the model's fp32 parameters, which stay
+# fp32. The optimizer's state needs no change: its entries are numbered in the order of the parameters,
+# and were fp32 at O1 and O2.
 
 
 # %%
@@ -470,8 +473,8 @@ def resume(use_masters=False):
 check_close(resume(), whole, SAME)
 
 # %% [markdown]
-# The run at O1 resumes exactly. At O2 the weights in the file have been rounded to fp16. How close will
-# the resumed run be?
+# The run at O1 resumes exactly. At O2 the weights in the file have been rounded to fp16. We resume
+# once with these weights, and once with the master weights. How close will each resumed run be?
 
 # %%
 whole = train_and_save("O2", batches, new_model(device), PATH, INTERVAL)
@@ -486,14 +489,14 @@ folder.cleanup()
 #
 # ## Summary
 #
-# - O1 is autocast with `GradScaler`. Our losses were equal to the last bit. The lists of ops differ for
-#   cross-entropy, so pass `logits.float()`.
-# - O2 is close to O1, but stores the weights twice. With Adam it takes 20 bytes per parameter; autocast
-#   takes 16.
-# - O3 is `model.half()`. It loses small updates; our second loss was NaN.
+# - O1 is autocast with `GradScaler`. Our losses were equal to the last bit. The lists of ops differ
+#   for cross-entropy, so pass `logits.float()`.
+# - O2 is close to O1, but stores the weights twice. With Adam it takes 20 bytes per parameter;
+#   autocast takes 16.
+# - O3 is `model.half()`. It loses small updates, and our second loss was NaN.
 # - In the loop, `scale_loss` becomes `scale(loss).backward()`, and `optimizer.step()` becomes
-#   `scaler.step(optimizer)`. Write out what Apex did at the end of its block: `unscale_` before clipping,
-#   and `update` after the step.
+#   `scaler.step(optimizer)`. Write out what Apex did at the end of its block: `unscale_` before
+#   clipping, and `update` after the step.
 # - When you move from `torch.cuda.amp`, pass the dtype, and the device before other positional
 #   arguments. `amp-lab migrate` does this for you.
 # - An Apex checkpoint stores the loss scale under other names. At O2 it often has no master weights.

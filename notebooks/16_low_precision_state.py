@@ -14,7 +14,7 @@
 #
 # **What you'll learn.**
 # - why small updates of a bf16 weight are lost, and how stochastic rounding, Kahan summation and fp32
-#   masters keep them;
+#   master weights keep them;
 # - why a zero in Adam's second moment is dangerous;
 # - how many bytes a parameter takes in each setup, and the names of the setups in FSDP2, DeepSpeed,
 #   torchtitan and torchao.
@@ -61,7 +61,7 @@ assert weight == 1
 # ## Bytes per parameter
 #
 # `forecast_memory` counts the bytes of weights, gradients and optimizer state for a model and an
-# optimizer. We call it for two linear layers, in fp32 and in bf16:
+# optimizer. We call it for two linear layers in fp32 and in bf16, with several optimizers:
 
 # %%
 SETUPS = {
@@ -105,12 +105,14 @@ assert held["fp32, Adafactor"]["state"] < 0.01
 # [Muon](https://docs.pytorch.org/docs/stable/generated/torch.optim.Muon.html) stores one moment instead of
 # two.
 #
-# What do they cost in accuracy? We test the weights first, then the state.
+# Does a model learn as well with fewer bytes? We first test weights in bf16, then an optimizer state
+# in fewer bits.
 #
 # ## Weights in bf16
 #
-# We write our own Adam, so that we can change two things: how an update is added to a weight, and how the
-# state is stored. Our Adam computes in fp32. In this section it also keeps its moments in fp32.
+# We write our own Adam, so that we can change two things: how an update is added to a weight, and how
+# the state (Adam's two moments) is stored. Our Adam computes in fp32. In this section it also stores
+# its moments in fp32.
 
 
 # %%
@@ -143,15 +145,15 @@ class Adam:
 # `weight += update` does. In bf16 this loses small updates. Three other ways keep them:
 # <!-- code -->
 #
-# - [**Stochastic rounding**](https://arxiv.org/abs/2010.06192) rounds up or down at random. A sum that lies
-#   three tenths of the way to the next number is rounded up in three cases out of ten. On average, the
-#   result is exact. A bf16 number is the upper half of an fp32 number's bits. The code adds 16 random bits
-#   to the lower half. The larger the lower half is, the more often this carries into the upper half, which
-#   then is the next bf16 number. Then the lower half is set to zero.
-# - **Kahan summation** keeps a second bf16 number for each weight. This number stores the rounding error,
-#   which is added to the next update.
-# - **fp32 masters** are a copy of the weights in fp32. The optimizer updates this copy, then casts it to
-#   bf16.
+# - [**Stochastic rounding**](https://arxiv.org/abs/2010.06192) rounds up or down at random. A sum that
+#   lies three tenths of the way to the next number is rounded up in three cases out of ten. On
+#   average, the result is exact. The code uses that a bf16 number is the upper half of the bits of an
+#   fp32 number. It adds 16 random bits to the lower half, and then sets the lower half to zero. The
+#   larger the lower half is, the more often the sum carries into the upper half and so rounds up.
+# - **Kahan summation** keeps a second bf16 number for each weight. This number stores the rounding
+#   error, which is added to the next update.
+# - **fp32 masters** are a copy of the weights in fp32. The optimizer updates this copy, then casts it
+#   to bf16.
 
 
 # %%
@@ -206,8 +208,9 @@ for add in (nearest, stochastic, Kahan(), Masters()):
     assert abs(weights.float().mean() - (1 if add is nearest else 2)) < 0.02
 
 # %% [markdown]
-# The last three reach about 2. Now we train a network on scikit-learn's handwritten digits in each of
-# these ways. The learning rate is small, as in fine-tuning or at the end of a schedule.
+# Rounding to nearest stays at 1, and the other three ways reach about 2. Now we train a network on
+# scikit-learn's handwritten digits in each of these ways. The learning rate is small, as in
+# fine-tuning or at the end of a schedule.
 
 
 # %%
@@ -257,6 +260,10 @@ WAYS = {
 }
 
 
+# %% [markdown]
+# We train with three seeds in each way, and print the mean loss of the last 20 steps. Before you run
+# this: which ways will learn as fast as fp32?
+
 # %% tags=["nbval-ignore-output"]
 losses = {}
 for name, (make_add, dtype) in WAYS.items():
@@ -276,7 +283,7 @@ for cured in ("bf16, stochastic", "bf16, Kahan", "bf16, masters"):
 # and bars for their range. The grey band is the range of fp32's own seeds. With rounding to nearest, the
 # bf16 weights learn far more slowly than fp32. With the three other ways they learn as fast as fp32.
 #
-# AMP has fp32 masters too: the model's own weights are the masters, and autocast casts them. Each library
+# AMP has fp32 masters too: the model's weights are the masters, and autocast casts them. Each library
 # has its own names for these setups:
 #
 # | | fp32 masters, matmuls in bf16 | everything in bf16 | dtype of the all-reduce of gradients |
@@ -289,7 +296,7 @@ for cured in ("bf16, stochastic", "bf16, Kahan", "bf16, masters"):
 # torchao's low-bit optimizers [round
 # stochastically](https://github.com/pytorch/ao/tree/main/torchao/optim) with
 # `bf16_stochastic_round=True`. PyTorch's own AdamW rounds to nearest. So if you convert a model with
-# `.bfloat16()`, its weights may never change:
+# `.bfloat16()` and use PyTorch's AdamW, the weights may never change:
 
 # %%
 weight = torch.ones(8, dtype=bf16, device=device, requires_grad=True)
@@ -298,11 +305,11 @@ torch.optim.AdamW([weight], lr=1e-3, weight_decay=0).step()
 assert (weight == 1).all()  # below 1 the spacing of bf16 is 2^-8; 0.001 is less than half of it
 
 # %% [markdown]
-# ## Accumulate gradients in fp32
+# ## Accumulate gradients in fp32 (optional)
 #
-# A sum of gradients loses small values in the same way. The gradients of bf16 weights are in bf16, and
-# their sum over micro-batches is in bf16 too. We sum the gradients of micro-batches of eight images, in
-# fp32 and in bf16:
+# A sum of gradients loses small values in the same way as a weight. The gradients of bf16 weights are
+# in bf16, and their sum over micro-batches is in bf16 too. We sum the gradients of micro-batches of
+# eight images, in fp32 and in bf16:
 
 # %% tags=["nbval-ignore-output"]
 torch.manual_seed(0)
@@ -329,10 +336,11 @@ assert off[1] < 2**-8 < off[64] < off[224]
 #
 # ## State in fewer bits
 #
-# Adam's state has two moments: moving averages of the gradients (the *mean*) and of their squares. Adam
-# divides the first by the root of the second. In bf16 the second moment has the same problem as the
-# weights. Without a gradient, it should shrink by a factor of 0.999 in each step. This change is less than
-# half of bf16's relative spacing:
+# Adam's state has two moments: a moving average of the gradients (the *mean*) and a moving average of
+# their squares (the *second moment*). Adam divides the mean by the root of the second moment. In bf16
+# the second moment has the same problem as the weights. If the gradient is 0, the second moment should
+# shrink by a factor of 0.999 in each step. This change is less than half of the distance between two
+# bf16 numbers:
 
 # %%
 square = torch.tensor(1.0, dtype=torch.bfloat16)
@@ -342,18 +350,20 @@ print(f"after a thousand steps without a gradient: {square.item()}; in fp32 {0.9
 assert square == 1
 
 # %% [markdown]
-# The second moment does not shrink, so the steps after a large gradient stay too small. With a scale for
-# each block of values, even eight bits can be enough. The largest value of a block sets the scale, which is
-# in fp32. So the scale can shrink by 0.1 %, and all values of the block shrink with it. We use blocks of 256
-# values (128 in four bits), as [torchao
-# does](https://github.com/pytorch/ao/blob/main/torchao/optim/adam.py), and compare:
+# The second moment does not shrink, so the steps after a large gradient stay too small.
+#
+# With a scale for each block of values, even eight bits can be enough. The largest value of a block
+# sets the scale, which is in fp32. So the scale can shrink by 0.1 %, and all values of the block
+# shrink with it. We use blocks of 256 values (128 in four bits), as [torchao
+# does](https://github.com/pytorch/ao/blob/main/torchao/optim/adam.py), and compare three formats:
 #
 # - *INT8*: evenly spaced numbers from -127 to 127;
 # - *E4M3*: numbers that lie closer together near zero;
-# - *no zero*: for the squares, which are never negative: 1 to 2^bits times a 2^bits-th of the largest
-#   value. The mean stays in INT8, or in E2M1 for four bits.
+# - *no zero*, only for the squares, which are never negative: evenly spaced numbers that begin above
+#   zero. In eight bits these are 1/256, 2/256 and so on up to 256/256 of the block's largest value.
+#   The mean is stored in INT8, or with four bits in E2M1.
 #
-# Each step computes with the new moments in fp32, then rounds them for the next step.
+# In each step, Adam computes with the new moments in fp32, and then rounds them for the next step.
 
 
 # %%
@@ -382,7 +392,7 @@ def without_zero(bits):
 
 
 # %% [markdown]
-# We train with each format. Before you run this: which one fails, and how?
+# We train with the state in each format. Before you run this: which format fails, and how?
 
 # %%
 int8 = in_blocks(Format("int8 in blocks", ELEMENTS["int8"], (1, 256)))
@@ -410,8 +420,9 @@ for name in ("INT8, no zero", "4 bits, no zero"):
     assert max(at_the_end(learned[name])) < max(at_the_end(learned["fp32"])) + 0.05
 
 # %% [markdown]
-# INT8 diverges. The others end near fp32, even with four bits: compare the differences with the range
-# over seeds. Why does INT8 diverge? We count the squares that it stores as zero:
+# With INT8 the loss becomes NaN. With the other formats the loss ends near that of fp32, even with
+# four bits: the differences are about as large as the range over seeds. Why does INT8 fail? We count
+# the squares that each format stores as zero:
 
 # %% tags=["nbval-ignore-output"]
 torch.manual_seed(0)
@@ -426,19 +437,19 @@ for name, store in (("INT8", int8), ("E4M3", e4m3), ("INT8, no zero", without_ze
 assert zeros["INT8"] > 0.1 > zeros["E4M3"] >= zeros["INT8, no zero"] == 0
 
 # %% [markdown]
-# INT8 stores a large share of the squares as 0. For such a square, the next step computes `0.001 * g**2`
-# from the next gradient g, and divides the mean by the root, about `0.03 * g`. If all gradients have the
-# size of g, the divisor should be g, so the update is about 30 times too large. If g is 0, the step divides
-# by epsilon alone, and the update can become huge.
+# INT8 stores a large share of the squares as 0. Suppose that all gradients of a weight have the size
+# g. Then Adam should divide by g. If the stored square is 0, the next step computes the second moment
+# `0.001 * g**2`, and divides by its root, about `0.03 * g`. So the update is about 30 times too large.
+# If the next gradient is 0, Adam divides by epsilon alone, and the update can become huge.
 #
-# E4M3 covers over five orders of magnitude, so it loses far fewer squares. The format without a zero stores
-# a small square as its smallest number, so the update is only too small.
+# E4M3 covers over five orders of magnitude, so it rounds far fewer squares to zero. The format without
+# a zero stores a small square as its smallest number. This number is too large, so the update is too
+# small, which does less harm.
 #
-# torchao's [4-bit optimizer](https://github.com/pytorch/ao/blob/main/torchao/optim/subclass_4bit.py) has
-# no zero for its squares. Its 8-bit optimizer has a zero, but [its smallest positive numbers are so
-# small](https://github.com/pytorch/ao/blob/main/torchao/optim/quant_utils.py) that few squares become zero.
-#
-# In your own code, replace the optimizer. `bf16_stochastic_round` is for weights in bf16:
+# torchao's optimizers use
+# [formats](https://github.com/pytorch/ao/blob/main/torchao/optim/quant_utils.py) in which few or no
+# squares become zero. In your own code, replace only the optimizer. For weights in bf16, set
+# `bf16_stochastic_round=True`:
 #
 # ```python
 # from torchao.optim import AdamW8bit
@@ -452,10 +463,10 @@ assert zeros["INT8"] > 0.1 > zeros["E4M3"] >= zeros["INT8, no zero"] == 0
 #   distance to the next number. At a small learning rate many weights never change.
 # - Stochastic rounding, Kahan summation (2 more bytes) and fp32 masters (4 more bytes) each fixed this
 #   problem here.
-# - Eight bits, or even four, were enough for Adam's state here, as long as few squares became zero.
+# - For Adam's state, eight bits or even four were enough here, as long as few squares became zero.
 # - With AdamW a parameter takes 16 bytes in fp32, 8 in bf16, and about 6 in bf16 with 8-bit state. For
-#   your model, call `forecast_memory(…, optimizer="adamw-8bit")`, or run
-#   `amp-lab memory --optimizer adamw-8bit`.
+#   your model, call `forecast_memory(…, optimizer="adamw-8bit")`, or run `amp-lab memory --optimizer
+#   adamw-8bit`.
 #
 # [Notebook 11](11_scale_out.ipynb) divides weights, gradients and state among several devices.
 #

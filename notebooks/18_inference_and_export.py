@@ -74,13 +74,15 @@ assert changed < 0.02 * len(tests)
 # ## Ways to run it
 #
 # - **Autocast** keeps the weights in fp32 and casts them in each call. It runs sensitive ops in fp32
-#   ([notebook 02](02_autocast_dtypes.ipynb) has the list), and the model does not change. Use it to evaluate
-#   during training, or if you do not know which parts need fp32.
-# - **Cast once** halves the memory of the weights and saves their casts. You have to take care of inputs and
-#   sensitive parts yourself. Use it for a model that only runs inference.
-# - **Compile** either of them, to fuse the small ops between the matmuls.
+#   ([notebook 02](02_autocast_dtypes.ipynb) has the list), and the model does not change. Use it to
+#   evaluate during training, or if you do not know which parts need fp32.
+# - **Cast once** halves the memory of the weights and saves their casts. You have to take care of
+#   inputs and sensitive parts yourself. Use it for a model that only runs inference.
+# - **Compile** the model in either case, to fuse the small ops between the matmuls.
 #
-# We run the first two and compiled versions of fp32 and of cast once, and compare their outputs with fp32's:
+# We run autocast, cast once, and compiled versions of the fp32 model and of cast once. We also cast
+# the model once to fp16. For each way we print how far the outputs are from those in fp32, and how
+# many decisions change:
 
 
 # %%
@@ -114,12 +116,12 @@ for name, run in {**WAYS, "fp16 cast once": lambda x: half(x.half())}.items():
 assert quality(outputs["fp16 cast once"])[0] < quality(outputs["bf16 cast once"])[0]
 
 # %% [markdown]
-# All outputs are off by less than two percent. fp16 is off by much less, because it has three more bits of
-# mantissa than bf16. In inference no gradients can underflow, so fp16 is more accurate wherever weights and
-# activations fit its range. The values of a model that was trained in bf16 may not fit ([notebook
-# 19](19_choose_your_precision.ipynb#Trained-in-bf16,-on-a-GPU-without-it)).
+# All outputs are within two percent of those in fp32. fp16 is closer than bf16, because it has three
+# more bits of mantissa. In inference no gradients can underflow, so fp16 is more accurate wherever
+# weights and activations fit its range. The values of a model that was trained in bf16 may not fit
+# ([notebook 19](19_choose_your_precision.ipynb#Trained-in-bf16,-on-a-GPU-without-it)).
 #
-# How long does each way take, for one image and for many?
+# How long does each way take, for one image and for 256 images?
 
 # %% tags=["nbval-ignore-output"]
 for batch in (1, 256):
@@ -131,16 +133,17 @@ for batch in (1, 256):
     assert not times.ratio("fp32 compiled", "bf16 compiled").is_above(32)
 
 # %% [markdown]
-# The ratios are speed-ups over fp32, with their intervals. On our two CPU cores bf16 took longer than fp32
-# for a single image, even with weights cast once. With 256 images bf16 was faster, most of all when
-# compiled. To see what bf16 alone gains, compare the compiled bf16 with the *compiled* fp32. On [a T4, V100
-# or RTX 20](../docs/hardware.md#t4-v100-and-rtx-20), expect bf16 to be slow, and use fp16. `amp-lab advise`
-# tries such ways on [your model](../docs/your_model.md).
+# Each row shows the time of a call and its speed-up over fp32, with an interval. On our two CPU cores
+# bf16 took longer than fp32 for a single image, even with weights cast once. With 256 images bf16 was
+# faster, most of all when compiled. To see what bf16 alone gains, compare the compiled bf16 with the
+# *compiled* fp32. On [a T4, V100 or RTX 20](../docs/hardware.md#t4-v100-and-rtx-20), expect bf16 to be
+# slow, and use fp16. `amp-lab advise` times such ways for [your model](../docs/your_model.md).
 #
 # ## Which decisions change?
 #
-# The *gap* is the difference between the logits of the two best classes. The second class can
-# overtake the first only if bf16 changes the gap by at least the size of the gap. For each image we compare the gap with this change:
+# The *gap* is the difference between the logits of the two best classes. The second class can overtake
+# the first only if bf16 changes the gap by at least the size of the gap. For each image we draw the
+# gap in fp32, and how much bf16 changes it:
 
 # %% tags=["nbval-ignore-output"]
 best = in_fp32.topk(2, dim=1)
@@ -160,15 +163,16 @@ for name in ("bf16 autocast", "bf16 cast once"):
     assert (moved(name)[flipped & to_second] >= gap[flipped & to_second] * 0.99).all()
 
 # %% [markdown]
-# Each point is a test image, run in one of two ways. The x-axis shows fp32's gap. The y-axis shows how much
-# bf16 changed the gap. On the dashed line both are equal. Only images on or above it can change their
-# decision (unless a third class overtakes both). Most of these images are uncertain in fp32 too. Draw this
-# figure for your own model and a few hundred real inputs. If all points stay well below the line, the
-# precision is accurate enough for these decisions.
+# Each point is a test image, run under autocast or with weights cast once. On the dashed line, the
+# change is as large as the gap. Only images on or above this line can change their decision (unless a
+# third class overtakes both). Such images have a small gap, so the model is uncertain about most of
+# them in fp32 too. Draw this figure for your own model and a few hundred real inputs. If all points
+# stay well below the line, the precision is accurate enough for these decisions.
 #
 # ## Cast inputs, outputs and weights
 #
-# **Inputs**: cast them like the model, or a convolution raises an error:
+# **Inputs**: cast them to the dtype of the model. If you do not cast them, a convolution raises an
+# error:
 
 # %% tags=["nbval-ignore-output"]
 refused = ""
@@ -180,9 +184,9 @@ print(refused[:100])
 assert refused
 
 # %% [markdown]
-# **Outputs**: cast them to fp32 with `.float()` before you compare, sort or add them. Here we search for the
-# nearest neighbour of each image, by the features before the last layer. Before you run this: how often
-# will bf16 find a different neighbour from fp32?
+# **Outputs**: cast them to fp32 with `.float()` before you compare, sort or add them. Here we search
+# for the nearest neighbour of each image, by the features before the last layer. Before you run this:
+# in how many searches will bf16 find a different neighbour from fp32?
 
 
 # %%
@@ -206,9 +210,10 @@ with torch.inference_mode():
 assert other["in bf16"] > 2 * other["bf16 features, in fp32"] > 0
 
 # %% [markdown]
-# The best similarities are just below 1, where bf16 numbers are 1/256 apart, so many searches end in a tie. Comparing in fp32 removes the
-# ties. Some searches still find a different neighbour, because the features themselves were rounded. If that matters
-# to you, keep the features in fp32.
+# The best similarities are just below 1, where bf16 numbers are 1/256 apart, so many searches end in a
+# tie. If we compute the similarities in fp32, the ties disappear. Some searches still find a different
+# neighbour, because the features themselves were rounded. If these differences matter to you, keep the
+# features in fp32.
 #
 # **Weights**: if you change them for inference, change them in fp32 and cast afterwards. An example is
 # folding a batch norm into the convolution before it (exercise 4). If you cast first, the result is
@@ -246,20 +251,25 @@ for call, count in compilations.items():
 assert list(compilations.values()) == [1, 2, 2, 3, 4, 5]
 
 # %% [markdown]
-# The second batch size causes one more compilation, whose code then fits every size from 2 on. A batch of 1, autocast and
-# gradients each cause another compilation. A service that receives all these cases compiles once for each
-# case. To avoid this, always use the same gradient mode and autocast state, pad a single request to two, and
-# make one call before the first request. `torch._dynamo.mark_dynamic`
-# marks a size as changing, which saves the second compilation.
-# `torch.compiler.set_stance("fail_on_recompile")` turns another compilation into an
-# error. <!-- tests/notebooks/test_18_inference_and_export.py -->
+# The second batch size causes another compilation, and the new code fits every size from 2 on. A batch
+# of 1, autocast and gradients each cause another compilation. A service that receives all these cases
+# compiles once for each case. To avoid these compilations:
+#
+# - Always use the same gradient mode and autocast state.
+# - Pad a single request to a batch of two.
+# - Make one call before the first request.
+# - Mark a size as changing with `torch._dynamo.mark_dynamic`, which saves the second compilation.
+#
+# `torch.compiler.set_stance("fail_on_recompile")` turns another compilation into an error.
+# <!-- tests/notebooks/test_18_inference_and_export.py -->
 #
 # Compiled code does not use autocast's cache of casts: a compiled layer that is called 16 times in an
 # autocast block casts its weight 16 times. Compile the loop around it, or cast the weights once.
 # <!-- tests/notebooks/test_18_inference_and_export.py -->
 #
-# **The results can differ a little** from eager mode's. Eager bf16 rounds after every op. A compiled kernel
-# rounds mostly when it writes to memory, so its results are usually *nearer* to the exact ones:
+# **The results can differ a little** from the results in eager mode. In eager mode, bf16 is rounded
+# after every op. A compiled kernel rounds mostly when it writes to memory, so its results are usually
+# *nearer* to the exact results:
 
 
 # %%
@@ -298,15 +308,16 @@ print("exported inside autocast, it returns", program.module()(x).dtype)
 assert program.module()(x).dtype is torch.float32
 
 # %% [markdown]
-# The graph does not keep autocast: you expect a bf16 program, but it computes in fp32. Two other cases:
+# The graph does not keep autocast: you expect a bf16 program, but it computes in fp32. Two other cases
+# behave differently:
 #
 # - If `forward` contains the autocast block, the graph keeps it for the device type that it names. The
 #   weights in the file are still fp32.
 # - `torch.onnx.export` inside an autocast block keeps the casts. But ONNX Runtime's CPU backend refuses the
 #   file, because it lacks operators in bf16.
 #
-# So **cast first**: the graph then has bf16 weights and ops. We save the program and load it again. (The
-# example has two images, because export would fix a batch of 1.)
+# So **cast first**: the graph then has bf16 weights and ops. We save the program and load it again.
+# (The example has two images. If you export with one image, the program accepts only a batch of 1.)
 # <!-- tests/notebooks/test_18_inference_and_export.py -->
 
 # %% tags=["nbval-ignore-output"]
@@ -323,8 +334,9 @@ with torch.inference_mode():
 print(f"{len(file.getvalue()) / 1024:.0f} KiB, and the same outputs for {len(from_file)} images")
 
 # %% [markdown]
-# The outputs are the same, bit for bit. For other engines export **ONNX**. Use fp16 if you run the file with
-# ONNX Runtime on a CPU. We compare its decisions with fp32's:
+# The outputs are the same, bit for bit. For other engines export **ONNX**. Use fp16 if you run the
+# file with ONNX Runtime on a CPU. We compare the decisions of the ONNX file with those of torch in
+# fp32:
 
 # %% tags=["nbval-ignore-output"]
 try:
@@ -351,10 +363,10 @@ else:
 #
 # ## Eight bits and fewer
 #
-# A kernel can read weights in eight bits and multiply them in bf16. This speeds up a language model that
-# writes one token at a time, because it [spends most of its
-# time](https://pytorch.org/blog/accelerating-generative-ai-2/) on reading weights. Here `quantize` rounds
-# the weights. The matmuls stay in fp32, so that we judge the storage alone:
+# A kernel can read weights in eight bits and multiply them in bf16. This speeds up a language model
+# that writes one token at a time, because it [spends most of its
+# time](https://pytorch.org/blog/accelerating-generative-ai-2/) on reading weights. Here `quantize`
+# rounds the weights. The matmuls stay in fp32, so that we see only the effect of the rounded weights:
 
 # %% tags=["nbval-ignore-output"]
 far = {}
@@ -373,9 +385,9 @@ assert far["int8-rowwise"] < 2 * quality(outputs["bf16 cast once"])[0] < far["fp
 assert far["fp8-rowwise"] < far["nvfp4"]
 
 # %% [markdown]
-# INT8 with a scale for each row is about as accurate as bf16 here. FP8 has only three bits of mantissa and is
-# less accurate. NVFP4 has four bits in all and is the least accurate. In this easy task even NVFP4 changes
-# few decisions.
+# Here INT8 with a scale for each row is about as accurate as bf16. FP8 has only three bits of mantissa
+# and is less accurate. NVFP4 has only four bits and is the least accurate. In this easy task even
+# NVFP4 changes few decisions.
 #
 # [torchao](https://github.com/pytorch/ao/tree/main/torchao/quantization) really stores the weights of a
 # model's linear layers in fewer bits: <!-- tests/notebooks/test_18_inference_and_export.py -->
@@ -389,15 +401,15 @@ assert far["fp8-rowwise"] < far["nvfp4"]
 #   [`bnb_4bit_compute_dtype=torch.bfloat16`](https://huggingface.co/docs/transformers/quantization/bitsandbytes),
 #   because its default is fp32.
 #
-# [Notebook 15](15_below_16_bits.ipynb) has the formats.
+# [Notebook 15](15_below_16_bits.ipynb) explains the formats.
 #
 # ## Summary
 #
 # - Count changed decisions, not decimal places, and look at the gap between the two best classes.
-# - For inference, change the weights in fp32, and then cast them once. Cast the inputs too, and compare and
-#   sum the outputs in fp32.
-# - `torch.compile` compiles again for another kind of batch, autocast state or gradient mode. Compiled bf16
-#   can round less often than eager mode.
+# - For inference, change the weights in fp32, and then cast them once. Cast the inputs too, and
+#   compare and sum the outputs in fp32.
+# - `torch.compile` compiles again if the kind of batch, the autocast state or the gradient mode
+#   changes. Compiled code can round less often than eager mode.
 # - Autocast around `torch.export.export` is lost: cast first, then export, then compare.
 #
 # The output of an image can also depend on its batch: see [notebook
