@@ -257,7 +257,7 @@ assert failure.code == "AMP0018"
 # | [transformers casts hidden states back for flash attention](08f_ops_and_devices.ipynb#Flash-attention-refuses-fp32) `AMP0073` | `` The input hidden states seems to be silently casted in float32 `` |
 # | [transformers warns about the dtype when it loads a model with flash attention](08f_ops_and_devices.ipynb#Flash-attention-refuses-fp32) `AMP0169` | `` You are attempting to use Flash Attention … without specifying a `` |
 # | [Flash attention needs Ampere or newer](08f_ops_and_devices.ipynb#Attention-finds-no-kernel) `AMP0161` | `` FlashAttention only supports Ampere GPUs or newer `` |
-# | [The GPU has no FP8 matmul](15_below_16_bits.ipynb#Which-GPU-supports-which-format) `AMP0163` | `` Rowwise scaling is not currently supported on your device `` |
+# | [The GPU has no FP8 matmul](15_below_16_bits.ipynb#Which-GPU-supports-which-format-(optional)) `AMP0163` | `` Rowwise scaling is not currently supported on your device `` |
 # | [An FP8 tensor has no arithmetic](15_below_16_bits.ipynb#Formats-of-a-single-value) `AMP0164` | `` "…" not implemented for 'Float8_…' `` |
 # | [torch or a package was not built for this GPU](19_choose_your_precision.ipynb#Known-problems-of-each-device) `AMP0165` | `` no kernel image is available for execution on the device `` |
 # | [A 16-bit matmul fails inside cuBLAS](08f_ops_and_devices.ipynb#The-GPU-has-no-bf16) `AMP0166` | `` CUBLAS_STATUS_EXECUTION_FAILED when calling …CUDA_R_16 `` |
@@ -294,7 +294,7 @@ assert failure.code == "AMP0018"
 # | [The precision flag of accelerate or DeepSpeed has no effect](19_choose_your_precision.ipynb#What-other-frameworks-call-it) `AMP0178` | `mixed_precision` of accelerate has no effect |
 # | [The logits of a language model do not fit into memory](17_language_model.ipynb#The-loss-over-a-large-vocabulary) `AMP0179` | `` logits = logits.float()…CUDA out of memory `` |
 # | [A model in 8 or 4 bits is slower than in 16](18_inference_and_export.ipynb) `AMP0204` | load_in_8bit or 4-bit inference is slower than fp16 |
-# | [FP8 training is slower than bf16, or takes more memory](15_below_16_bits.ipynb#Which-GPU-supports-which-format) `AMP0230` | FP8 training is slower than bf16 or fp16 on an H100 |
+# | [FP8 training is slower than bf16, or takes more memory](15_below_16_bits.ipynb#Which-GPU-supports-which-format-(optional)) `AMP0230` | FP8 training is slower than bf16 or fp16 on an H100 |
 # | [The longest batch so far runs out of memory](08g_speed_and_memory.ipynb#CUDA-is-out-of-memory) `AMP0232` | GPU memory rises in jumps during the fine-tuning of a language model, out of memory after hours |
 # | [Lightning or accelerate refuses the name of a precision](../docs/trainers.md#lightning-refuses-a-precision-is-invalid-or-received-both) `AMP0263` | `` Precision '…' is invalid. Allowed precision values: `` |
 # | [accelerate already uses a different precision in this process](../docs/trainers.md#acceleratorstate-has-already-been-initialized) `AMP0264` | `` AcceleratorState has already been initialized and cannot be changed, restart your runtime completely and pass `mixed_precision= `` |

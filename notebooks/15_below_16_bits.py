@@ -129,9 +129,10 @@ assert torch.equal(e2m1, ELEMENTS["e2m1"].round(some))
 # |---|---|---|---|
 # | `fp8` | E4M3 | the whole tensor | fp32 |
 # | `fp8-rowwise` | E4M3 | a row | fp32, a power of two |
-# | `fp8-1x128` | E4M3 | 128 in a row | fp32 |
-# | `mxfp8`, `mxfp4` | E4M3, E2M1 | 32 in a row | E8M0: eight bits, a power of two |
-# | `nvfp4` | E2M1 | 16 in a row | E4M3; the tensor has a second scale in fp32 |
+# | `fp8-1x128` | E4M3 | 128 neighbours in a row | fp32 |
+# | `mxfp8` | E4M3 | 32 neighbours in a row | E8M0: eight bits, a power of two |
+# | `mxfp4` | E2M1 | 32 neighbours in a row | E8M0: eight bits, a power of two |
+# | `nvfp4` | E2M1 | 16 neighbours in a row | E4M3; the tensor has a second scale in fp32 |
 #
 # `quantize` rounds a tensor to such a format, undoes the scaling, and returns the result in fp32. We
 # measure its error as the *signal to quantisation noise ratio* (SQNR) in decibels. An error as large
@@ -163,12 +164,12 @@ _ = figures.sqnr_by_format(errors)
 
 # %% [markdown]
 # The figure shows the SQNR of all values but the outliers (higher is better). Without an outlier, the
-# error depends almost only on the element: about 31 dB in E4M3, about 20 dB in E2M1. The outlier ruins
-# the values that share its scale: the whole tensor in `fp8`, and the whole row in `fp8-rowwise`. Here
-# every row has an outlier. NVFP4 suffers as well, because its second scale covers the whole tensor. In
-# `fp8-1x128` and the MX formats (`mxfp8`, `mxfp4`), only one block in each row suffers. We check this,
-# and print how many bits a value takes with its share of the scale. For example, a scale of 8 bits for
-# 32 values adds 0.25 bits to each value:
+# error depends almost only on the element: about 31 dB in E4M3 (an error of 3 %), and about 20 dB in
+# E2M1 (10 %). The outlier ruins the values that share its scale: the whole tensor in `fp8`, and the
+# whole row in `fp8-rowwise`. Here every row has an outlier. NVFP4 suffers as well, because its second
+# scale covers the whole tensor. In `fp8-1x128` and the MX formats (`mxfp8`, `mxfp4`), only one block
+# in each row suffers. We check this, and print how many bits each value takes, including its share of
+# the scale. For example, a scale of 8 bits for 32 values adds 0.25 bits to each value:
 
 # %% tags=["nbval-ignore-output"]
 alone, beside = errors["normal"], errors["one outlier channel"]
@@ -196,8 +197,9 @@ assert all(at_100[name] > 29 for name in NAMES[:4])
 assert at_100["mxfp4"] < at_100["nvfp4"] < alone["nvfp4"] - 5
 
 # %% [markdown]
-# FP8 loses almost nothing, because the range of E4M3 covers the outlier and the rest. The four-bit
-# formats lose most of the block around the outlier. NVFP4 loses less, because its blocks are smaller.
+# FP8 loses almost nothing, because the range of E4M3 covers the outlier and the rest. In the four-bit
+# formats, most values in the block of the outlier become zero. NVFP4 loses less, because its blocks
+# are smaller.
 #
 # ## Train with rounded matmuls
 #
@@ -230,6 +232,10 @@ class RoundedProduct(torch.autograd.Function):
         return dgrad, wgrad, None
 
 
+# %% [markdown]
+# The next function makes the linear layers of a model use these matmuls:
+
+
 # %%
 def round_matmuls(model, form):
     """Make the linear layers of the model round their operands to `form`."""
@@ -259,6 +265,10 @@ steps = {"quick": 100, "full": 1000}[scale]
 def new_gpt():
     """Characters (B, T) to logits (B, T, characters)."""
     return Gpt(Size(width=64, heads=2, depth=2), vocabulary=len(characters))
+
+
+# %% [markdown]
+# With the same seed, each training starts from the same weights and draws the same batches:
 
 
 # %%
@@ -385,7 +395,7 @@ for kind_of_values, (left, right) in (("both signs", rows), ("one sign", rows.ab
 # table](https://github.com/pytorch/ao/tree/main/torchao/float8#performance), FP8 is slower than bf16 for
 # a matmul of 1024 x 2048 x 1024, and 39 % faster for 4096 x 8192 x 16384.
 #
-# ## Which GPU supports which format
+# ## Which GPU supports which format (optional)
 #
 # Numbers such as 8.9 are compute capabilities.
 #
