@@ -113,6 +113,7 @@ assert failure.code == "AMP0018"
 # | [MPS gives wrong values, noise or NaN, and the CPU is right](../docs/hardware.md#apple) `AMP0310` | the same model is right on the CPU and wrong on mps |
 # | [FP8 of Transformer Engine fails or gives NaN with activation checkpointing](15_below_16_bits.ipynb) `AMP0316` | `` Same module is being invoked more than once inside an `fp8_autocast` region `` |
 # | [A quantized layer overflows in fp16 before its scale is applied](15_below_16_bits.ipynb#The-values-that-share-a-scale) `AMP0298` | int8 weight-only quantization gives NaN in float16, but bfloat16 is fine |
+# | [A sum over many values exceeds 65504 in fp16](08a_values.ipynb#A-norm-written-by-hand-overflows-above-256) `AMP0303` | the sum of a half precision tensor is inf although each value is small |
 #
 # ### Find out why a model learns nothing
 #
@@ -234,6 +235,8 @@ assert failure.code == "AMP0018"
 # | [Packed 4-bit or 8-bit weights are used as if they were not quantized](../docs/quantized.md#can-i-call-half-or-todtype-on-a-quantized-model) `AMP0312` | `` dequantize_4bit…shapes cannot be multiplied `` |
 # | [The weights are still in fp32 with mixed precision](19_choose_your_precision.ipynb#What-other-frameworks-call-it) `AMP0294` | print(next(model.parameters()).dtype) shows float32 although I train with bf16=True |
 # | [An op returns fp32 inside an autocast block](02_autocast_dtypes.ipynb#Four-things-that-can-happen-to-an-op) `AMP0295` | torch.exp, softmax or log returns float32 under autocast, but I expected half |
+# | [A batched backward pass (vmap of autograd.grad) finds two dtypes](../docs/compile_and_kernels.md#why-is-the-output-fp32-under-vmap-and-autocast) `AMP0301` | `` Expected scalar types of X and dY are same. `` |
+# | [`.float()` has no effect on a matmul inside an autocast block](02_autocast_dtypes.ipynb#Nest-and-disable-autocast) `AMP0302` | I call .float() before the matmul but the result is still float16 under autocast |
 #
 # ### Replace ops and devices that refuse half precision
 #

@@ -347,7 +347,7 @@ assert torch.multinomial(probabilities_in(torch.bfloat16), 1).item() in (0, 1)
 #   "F.normalize gives NaN in float16",
 #   "Adam makes the weights NaN after the first step, in a model in float16",
 #   "contrastive (NT-Xent) or cosine similarity loss is nan in half, in float32 not",
-#   "eps=1e-15 in a graph layer gives inf in half",
+#   "eps = 1e-15 in a graph layer gives inf or nan in half-precision models",
 #   "nan only for empty, constant or all-zero rows, features or embeddings",
 # ]
 # words = "eps epsilon 1e-8 1e-12 underflow normalize cosine similarity adam division by zero glide simclr"

@@ -250,3 +250,17 @@ def test_a_scale_that_is_computed_in_fp16_is_infinite_for_small_values():
     assert (x * (448 / x.abs().max()))[0].isnan()
     scale = 448 / x.float().abs().max()
     assert (x.float() * scale).tolist() == [0.0, pytest.approx(448)]
+
+
+def test_a_sum_in_fp16_overflows_where_a_mean_does_not():
+    """AMP0303."""
+    x = torch.ones(100_000).half()
+    assert (x.sum() / x.numel()).isinf()
+    assert x.sum(dtype=torch.float32) == 100_000
+    assert x.mean() == 1
+    logits = torch.zeros(1, 50_000).half()
+    assert logits.log_softmax(-1).sum(-1).isinf()  # as in label smoothing
+    assert logits.float().log_softmax(-1).sum(-1).isfinite()
+    assert torch.full((70_000,), 1.0).half().log().add(1).sum().isinf()
+    with cuda_rules():
+        assert torch.ones(2, device="cuda").half().sum().dtype is torch.float32

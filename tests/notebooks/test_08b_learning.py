@@ -8,6 +8,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 
+from course.failures import cuda_rules
+
 from amp_lab.difference import compare_runs
 from amp_lab.numerics import find_nonfinite
 
@@ -231,6 +233,10 @@ def test_a_ratio_of_probabilities_needs_the_logits_in_fp32():
     assert (log_ratio(torch.float32) - exact).abs().max() < 1e-4
     assert (log_ratio(torch.bfloat16) - exact).abs().max() > 1e-2
     assert torch.tensor(-10.0).bfloat16() + 2**-6 == -10  # less than half of the distance, 2^-4
+    with cuda_rules(torch.bfloat16):
+        logits = torch.ones(1, 4, device="cuda") @ torch.ones(4, 4, device="cuda")
+        assert logits.dtype is torch.bfloat16
+        assert logits.log_softmax(-1).dtype is torch.float32
 
 
 def test_a_dequantized_weight_is_cast_to_the_dtype_of_the_input():

@@ -323,3 +323,66 @@ def test_some_ops_return_fp32_in_a_block_and_a_cpu_has_fewer_of_them():
         assert loss.to(h.dtype).dtype is BF16
         assert (h.float().softmax(-1) @ h).dtype is BF16
     assert torch.tensor(11.1).half().exp_().isinf()
+
+
+class NormInFp32(nn.Module):
+    def __init__(self, norm: nn.Module):
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, x):
+        with torch.autocast("cpu", enabled=False):
+            return self.norm(x.float())
+
+
+def outputs_and_weights(norm: nn.Module) -> tuple[torch.Tensor, list[nn.Parameter]]:
+    model = nn.Sequential(nn.Linear(4, 4), norm, nn.Linear(4, 1))
+    with torch.autocast("cpu", dtype=BF16):
+        return model(torch.randn(8, 4)).squeeze(), list(model.parameters())
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d(4), nn.LayerNorm(4), nn.GroupNorm(2, 4)])
+def test_a_batched_backward_pass_needs_its_norms_in_fp32(norm):
+    """AMP0301."""
+
+    def batched(output, weights):
+        def gradients(vector):
+            return torch.autograd.grad(output, weights, vector, retain_graph=True)
+
+        return torch.vmap(gradients)(torch.eye(8, dtype=output.dtype))
+
+    output, weights = outputs_and_weights(norm)
+    found = (
+        "expected scalar type BFloat16 but found Float|Expected scalar types of X and dY are same"
+    )
+    with pytest.raises(RuntimeError, match=found):
+        batched(output, weights)
+    with torch.autocast("cpu", dtype=BF16), pytest.raises(RuntimeError, match=found):
+        batched(output, weights)
+    with pytest.raises(RuntimeError, match=found):
+        batched(output.float(), weights)
+    for vector in torch.eye(8, dtype=BF16):
+        assert torch.autograd.grad(output, weights, vector, retain_graph=True)[0].isfinite().all()
+    output, weights = outputs_and_weights(NormInFp32(norm))
+    together = batched(output, weights)
+    for i, vector in enumerate(torch.eye(8, dtype=BF16)):
+        alone = torch.autograd.grad(output, weights, vector, retain_graph=True)
+        for all_of_them, one in zip(together, alone, strict=True):
+            torch.testing.assert_close(all_of_them[i], one, rtol=1e-3, atol=1e-5)
+
+
+def test_autocast_casts_also_what_was_just_converted_to_fp32():
+    """AMP0302."""
+    q, k, large = torch.randn(3, 4), torch.randn(3, 4), torch.full((1, 4), 300.0)
+    with torch.autocast("cpu", dtype=BF16):
+        assert (q.float() @ k.float().mT).dtype is BF16
+        assert torch.einsum("ij,kj->ik", q.float(), k.float()).dtype is BF16
+        assert F.linear(q.float(), k.float()).dtype is BF16
+        assert (q.float() + k.float()).dtype is FP32
+        with torch.autocast("cpu", enabled=False):
+            scores = q.float() @ k.float().mT
+        late = (q.float() @ k.float().mT).float()
+    assert torch.equal(scores, q @ k.mT)
+    assert not torch.equal(late, q @ k.mT)
+    with torch.autocast("cpu", dtype=FP16):
+        assert (large @ large.mT).float().isinf()

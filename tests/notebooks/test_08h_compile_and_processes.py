@@ -183,6 +183,27 @@ def test_a_module_that_stores_a_cast_cannot_be_checkpointed():
     assert torch.equal(gradient_of(lambda x: checkpoint(module, x, use_reentrant=False)), right)
 
 
+@pytest.mark.parametrize("names_dtype", [False, True])
+def test_a_default_dtype_that_holds_only_in_the_first_run_is_not_used(names_dtype):
+    """AMP0080: as in Lightning's `bf16-true`."""
+
+    def forward(x):
+        steps = torch.arange(2.0, dtype=x.dtype) if names_dtype else torch.arange(2.0)
+        return (x * steps).exp()
+
+    x = torch.ones(2, dtype=torch.bfloat16, requires_grad=True)
+    plugin = pytest.importorskip("lightning.pytorch.plugins.precision").HalfPrecision("bf16-true")
+    with plugin.forward_context():
+        output = checkpoint(forward, x, use_reentrant=False)
+    assert torch.get_default_dtype() is torch.float32
+    if names_dtype:
+        output.sum().backward()
+        assert x.grad.isfinite().all()
+    else:
+        message = message_of(lambda: output.sum().backward())
+        assert code_of(f"CheckpointError: {message}") == "AMP0080"
+
+
 @pytest.mark.parametrize(
     "options", [{"use_reentrant": True}, {"use_reentrant": False, "determinism_check": "none"}]
 )
