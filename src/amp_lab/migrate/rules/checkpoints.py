@@ -7,6 +7,7 @@ import libcst as cst
 from amp_lab.core.remedies import remedy
 from amp_lab.migrate.tree import nodes
 from amp_lab.migrate.tree.code_reader import MISTAKE_TRIGGERS, CodeReader, Mistakes
+from amp_lab.migrate.tree.events import first_part
 from amp_lab.migrate.tree.returned_tuples import name_in_tuple, stays_in_tuple
 from amp_lab.migrate.tree.rewriter import Rewriter
 from amp_lab.migrate.tree.scopes import Scope
@@ -104,9 +105,10 @@ def _may_be_saved_elsewhere(code: CodeReader, name: str) -> bool:
     for use in code.tree.uses_by_last_part[name]:
         if code.keeps_name(use.node, name) or stays_in_tuple(code, use.node, name):
             continue
+        # For f(scaler): the use is in an argument, and that is in the call.
         argument = code.tree.parents[use.node]
         call = code.tree.parents[argument]
-        function = code.called_function(call)
+        function = code.called_function(call)  # None also if the parent is no call
         if function is None or "state_dict" in code.tree.code(function):
             return True
     return False
@@ -136,27 +138,32 @@ def _saves_optimizer(code: CodeReader, call: cst.Call) -> bool:
     return any(_is_call_of_optimizer(code, part, "state_dict", scope) for part in parts)
 
 
-def _is_call_of_optimizer(code: CodeReader, call: cst.CSTNode, method: str, scope: Scope) -> bool:
-    """Whether a node is ``optimizer.method(…)``, for an optimizer that a scaler may step."""
-    receiver = nodes.receiver_of(call, method)
+def _is_call_of_optimizer(code: CodeReader, node: cst.CSTNode, method: str, scope: Scope) -> bool:
+    """Whether a node is ``optimizer.method(…)``, for an optimizer that a scaler may step.
+
+    A scaler may step it if the scope sees a scaler, or if a scaler steps this variable elsewhere.
+    """
+    receiver = nodes.receiver_of(node, method)
     if receiver is None:
         return False
-    returned_name = name_in_tuple(code, receiver, scope)  # of state[1].load_state_dict
-    if returned_name is not None:
-        return code.is_optimizer(returned_name)
+    # In state[1].load_state_dict(…): the name of the element in the function that returned `state`.
+    # Its scaler may be another element, which has no name in this scope.
+    name_in_function = name_in_tuple(code, receiver, scope)
+    if name_in_function is not None:
+        return code.is_optimizer(name_in_function)
     optimizer = code.key(receiver)
     if not code.is_optimizer(optimizer):
         return False
     if _knows_a_scaler(code, scope):
         return True
-    # No scaler is in sight here: it has to be the variable that one steps elsewhere.
-    first_name, _, _ = optimizer.partition(".")
-    owner = scope.find_scope(first_name)
-    return owner in code.optimizer_scopes.get(optimizer, ())
+    # Two variables with one name are the same variable if the same scope binds them.
+    variable_scope = scope.find_scope(first_part(optimizer))
+    return variable_scope in code.optimizer_scopes.get(optimizer, ())
 
 
 def _knows_a_scaler(code: CodeReader, scope: Scope) -> bool:
     """Whether a scope sees a scaler that is made in this file; attributes are seen everywhere."""
+    # Whole names, such as "scaler" or "self.scaler".
     keys = itertools.chain.from_iterable(code.scaler_keys.values())
     return any("." in key or scope.find_scope(key) for key in keys)
 

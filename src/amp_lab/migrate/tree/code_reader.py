@@ -21,6 +21,7 @@ from amp_lab.migrate.tree.events import (
     Event,
     Exit,
     Place,
+    first_part,
     grouped,
     last_part,
     place_of_part,
@@ -31,7 +32,6 @@ from amp_lab.migrate.tree.scopes import Scope
 # Without a backward there is no mistake. The third is for a scaler that comes as a parameter.
 MISTAKE_TRIGGERS = ("autocast backward", "GradScaler backward", "torch .scale( backward")
 """The triggers of a rule about training: a file with such a mistake has one of these texts."""
-
 
 _CLIP_NAMES = ("clip_grad_norm_", "clip_grad_value_", "clip_grad_norm")
 CLIPS = {f"torch.nn.utils.{name}" for name in _CLIP_NAMES}
@@ -68,7 +68,8 @@ class CodeReader:
     def __init__(self, tree: Tree):
         self.tree = tree
         stars_of_amp = {*tree.star_imports.values()} & {*OLD_MODULES, "torch.amp"}
-        self.star_module = min(stars_of_amp, default=None)  # of `from torch.cuda.amp import *`
+        # Of `from torch.cuda.amp import *`; of several such modules always the same one.
+        self.star_module = min(stars_of_amp, default=None)
         # For a call of a function that returns autocast(…): that call of autocast.
         self._opened_autocasts: dict[cst.Call, cst.Call] = {}
         # Scalers go by the last part of their name, "scaler" for self.scaler, because another
@@ -77,7 +78,7 @@ class CodeReader:
         self.scaler_calls: dict[str, cst.Call] = {}  # the first GradScaler(…) of each
         self.disabled_scalers: set[str] = set()  # those made with enabled=False
         self._find_scalers()
-        # What a scaler steps is an optimizer, whatever its name: the scopes that bind each.
+        # What a scaler steps is an optimizer, whatever its name: the scopes that bind its variable.
         self.optimizer_scopes: defaultdict[str, set[Scope | None]] = defaultdict(set)
         scopes = {scope.node: scope for scope in tree.scopes}
         functions = [node for node in scopes if isinstance(node, cst.FunctionDef)]
@@ -128,6 +129,7 @@ class CodeReader:
         owner = scope.find_scope(name)
         if owner is not None:
             binding = scope.only_binding(name)
+            # `amp = amp.autocast` binds the name to this node itself.
             if binding is not None and binding.value is not node:
                 value_origin = owner.origin(binding.value)
                 if value_origin is not None:
@@ -184,7 +186,7 @@ class CodeReader:
         event = Event(kind, call, place, unit, order, owner, optimizer)
         unit.events.append(event)
         if kind in ("scaler step", "unscale"):
-            self.optimizer_scopes[optimizer].add(unit.scope.find_scope(optimizer))
+            self.optimizer_scopes[optimizer].add(unit.scope.find_scope(first_part(optimizer)))
 
     def _place_after(self, part: cst.CSTNode, place: Place, scope: Scope) -> Place:
         """The place of the code after `part`, if that is at `place`.
@@ -413,7 +415,7 @@ class CodeReader:
         if isinstance(parent, _KEEPS_NAME):
             return True
         new_names = {last_part(self.key(target)) for target, _ in nodes.assignments(parent)}
-        return new_names == {name}
+        return new_names == {name}  # self.scaler = scaler
 
     # Events.
 

@@ -6,6 +6,7 @@ another?
 
 import dataclasses
 import functools
+import re
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -177,6 +178,16 @@ def grouped(items: Iterable[_Item], key: Callable[[_Item], Any]) -> defaultdict[
 def last_part(key: str) -> str:
     """``scaler`` of ``self.scaler``."""
     return key.rpartition(".")[2]
+
+
+def first_part(key: str) -> str:
+    """The variable of a key: ``self`` of ``self.optimizer``, ``optimizers`` of ``optimizers[0]``.
+
+    Empty if the key does not begin with a name.
+    """
+    match = re.match(r"\w*", key)
+    assert match is not None  # it may be empty
+    return match[0]
 
 
 def place_of_part(part: cst.CSTNode, node: cst.CSTNode, place: Place) -> Place:
