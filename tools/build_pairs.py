@@ -335,17 +335,21 @@ def execute(source: Path) -> nbformat.NotebookNode:
         reason = "killed its kernel"
     else:
         return notebook
-    raise Problem(f"{source.name}: {_last_run(notebook, source)} {reason} (its pair is unchanged)")
+    place = _where_it_stopped(notebook, source)
+    raise Problem(f"{source.name}: {place} {reason} (its pair is unchanged)")
 
 
-def _last_run(notebook: nbformat.NotebookNode, source: Path) -> str:
-    """The last code cell that was started: its place in the notebook, and its line in `source`."""
+def _where_it_stopped(notebook: nbformat.NotebookNode, source: Path) -> str:
+    """The place of the last code cell that was started, such as "cell 2 (line 13)".
+
+    The line is the line of `source`, the notebook as a Python file.
+    """
     started = [cell for cell in notebook.cells if cell.cell_type == "code" and cell.execution_count]
-    failed = next(
-        (cell for cell in started for out in cell.outputs if out.output_type == "error"), None
-    )
-    cell = failed or started[-1]
-    line = source.read_text(encoding="utf-8").partition(cell.source)[0].count("\n") + 1
+    if not started:  # the kernel ended before the first cell
+        return "the kernel"
+    cell = started[-1]  # the cell that failed, since no cell is run after it
+    before, _, _ = source.read_text(encoding="utf-8").partition(cell.source)
+    line = before.count("\n") + 1
     return f"cell {notebook.cells.index(cell) + 1} (line {line})"
 
 

@@ -306,12 +306,12 @@ class _Watch:
 
     def __init__(self, device: torch.device):
         self.device = device
-        self.matrix = torch.ones(192, 192, device=device)
-        self.exchanged = torch.ones(2**18)
+        self.matrix = torch.ones(192, 192, device=device)  # a few products take a millisecond
+        self.exchanged = torch.ones(2**18)  # 1 MiB in the memory of the CPU, for `exchange`
         # Two or more times for each round, in order; no exchanges on a GPU.
         self.calibrations_s: list[float] = []
         self.exchanges_s: list[float] = []
-        self.start_round()
+        self.start_round()  # this times the matmul and the exchange once
 
     def start_round(self) -> None:
         """Store when the round begins, and calibrate a first time."""

@@ -137,9 +137,13 @@ def failure(call: ModelCall, code: str) -> str:
 
     Returns the error, such as ``TypeError: …``; empty if there was none.
     """
-    names = vars(call.copy().to(dtype=Recipe(INFERENCE).dtype_for(call.model)))
-    is_fastpath_enabled = torch.backends.mha.get_fastpath_enabled()  # the code may disable it
+    # In fp32 if the weights have 16 bits, as in the plain fp32 recipe; None changes no dtype.
+    dtype = Recipe(INFERENCE).dtype_for(call.model)
+    copy = call.copy().to(dtype=dtype)
+    # The variables that the code uses.
+    variables: dict[str, object] = {"model": copy.model, "args": copy.args, "kwargs": copy.kwargs}
+    was_fastpath_enabled = torch.backends.mha.get_fastpath_enabled()  # the code may disable it
     try:
-        return error_of(lambda: exec(code, names))
+        return error_of(lambda: exec(code, variables))
     finally:
-        torch.backends.mha.set_fastpath_enabled(is_fastpath_enabled)
+        torch.backends.mha.set_fastpath_enabled(was_fastpath_enabled)

@@ -239,7 +239,7 @@ class _FlexKernel(torch.autograd.Function):
     def forward(ctx, query, key, value):
         """The output (…, H, T, V), with what the kernel saves for the backward pass."""
         output = query.new_empty(*query.shape[:-1], value.shape[-1])
-        output = _permute_strides(output, query.stride())
+        output = _permute_strides(output, query.stride())  # torch's op keeps the query's layout
         logsumexp = query.new_empty(query.shape[:-1], dtype=torch.float32)
         ctx.save_for_backward(query, key, value, output, logsumexp)
         return output

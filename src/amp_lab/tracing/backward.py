@@ -70,12 +70,12 @@ def lacks_formula(error: RuntimeError) -> bool:
 def nodes_below(roots: Iterable[Any]) -> Iterator[Any]:
     """Yield the roots, and all nodes to which `next_functions` lead from them, breadth first."""
     queue = list(dict.fromkeys(roots))
-    seen = set(queue)
+    nodes_in_queue = set(queue)  # also those that have left it: no node comes twice
     for node in queue:  # the loop adds to the queue
         yield node
         for child, _ in node.next_functions:
-            if child is not None and child not in seen:
-                seen.add(child)
+            if child is not None and child not in nodes_in_queue:
+                nodes_in_queue.add(child)
                 queue.append(child)
 
 
@@ -127,14 +127,15 @@ class _BackwardPass:
         """
         _, _, node = heapq.heappop(self.ready)
         self._missing_counts.pop(node, None)
-        arrived = self._waiting.pop(node, {})
+        gradients_by_input = self._waiting.pop(node, {})
         owner = self._owners.pop(node, None)  # keeps the node alive until this method returns
-        if hasattr(node, "variable"):  # AccumulateGrad, the node of a leaf
-            self._store_gradient(node.variable, arrived.get(0))
+        if hasattr(node, "variable"):  # AccumulateGrad, the node of a leaf, has a single input
+            self._store_gradient(node.variable, gradients_by_input.get(0))
             return (), []
         children = node.next_functions
-        gradients = _call(node, arrived)
-        # As in the engine, the gradients are converted before the node's own gradients are freed.
+        gradients = _call(node, gradients_by_input)
+        # As in the engine, the gradients are converted before those of the node itself are freed,
+        # which `gradients_by_input` keeps alive.
         _convert_for_children(gradients, children)
         if _NEED_THEIR_PARENTS:  # else the node of an `autograd.Function` would be freed too early
             for child, _ in children:

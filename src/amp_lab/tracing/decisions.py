@@ -120,7 +120,8 @@ def record_decision(running: RunningModule, op: OpOverload, inputs: tuple, resul
         )
 
     result_on_meta = tree_map_only(torch.Tensor, on_meta, result)
-    if_finite = result_if_finite(op, inputs[0])
+    args, _ = inputs
+    if_finite = result_if_finite(op, args)
     return Decision(running.name_or_loss, op, _shapes_of(inputs), result_on_meta, if_finite)
 
 

@@ -287,7 +287,7 @@ def tip_for(error: Exception, model: nn.Module, verb: str, device_type: str, op:
         tips.append(_FLEX.sentence(verb=verb))
     if "torchvision.models.detection" in type(model).__module__:
         tips.append(_DETECTOR.sentence(verb=verb))
-    elif any(map(is_wrapper, model.parameters())):
+    elif any(map(is_wrapper, model.parameters())):  # a library's quantised weights are wrappers
         tips.append(QUANTISED.text)
     tips_once = dict.fromkeys(tips)  # two phrases of an error may have the same remedy
     return "".join(f"; {tip}" for tip in tips_once)

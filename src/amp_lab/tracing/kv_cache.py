@@ -246,8 +246,13 @@ def forecast_cache(
         else:
             more_tokens = tokens_asked - (tokens or 0)  # never None: the growth was measured
             if nbytes_asked < nbytes + growth.total * more_tokens:
-                stopped = "part of the cache no longer grows, as with a sliding window"
-                remarks.append(f"With {tokens_asked:,} tokens, {stopped}.")
+                remarks.append(
+                    f"With {tokens_asked:,} tokens, part of the cache no longer grows, as with a "
+                    "sliding window."
+                )
+    per_token = None  # not known, or the cache does not grow
+    if growth.total >= sequences:
+        per_token = growth.total // sequences
     return CacheForecast(
         place=_common_path(cache),
         tensors=len(cache),
@@ -255,7 +260,7 @@ def forecast_cache(
         nbytes=nbytes,
         sequences=sequences,
         tokens=tokens,
-        per_token=growth.total // sequences or None,
+        per_token=per_token,
         tokens_asked=tokens_asked,
         nbytes_asked=nbytes_asked,
         remarks=tuple(remarks),

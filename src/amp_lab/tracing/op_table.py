@@ -298,7 +298,9 @@ class _Autocast:
             from_mixed, _ = self._intercept(op, dtype, first=torch.float32)
             if from_low is not None and from_mixed is not None:
                 policy = _policy_of(from_low, from_mixed, dtype)
-                return _Policy(policy, "it changes no dtype" if policy is None else "")
+                if policy is None:
+                    return _Policy(None, "it changes no dtype")
+                return _Policy(policy, "")
             reasons.append(reason)
         reason = reasons[0]  # the one for `self.dtype`
         # A kernel may raise for other reasons; the one of a banned op says that it is for autocast.
@@ -459,7 +461,9 @@ def _merge_overloads(name: str, rules: list[OpRule]) -> list[OpRule]:
     each overload, and `name` is the name of the op.
     """
     # An overload that could not be called does not differ from the others.
-    observed_rules = [rule for rule in rules if rule.observed is not None] or rules
+    observed_rules = [rule for rule in rules if rule.observed is not None]
+    if not observed_rules:  # none could be called
+        observed_rules = rules
     policy_names = {rule.policy for rule in rules}
     observed_dtypes = {rule.observed for rule in observed_rules}
     if len(policy_names) == 1 and len(observed_dtypes) == 1:

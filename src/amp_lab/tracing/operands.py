@@ -215,7 +215,8 @@ def _remedy_for_written(operands: tuple[Operand, ...], low: Operand, has_low_wei
     if the model did not compute the values, or has no weights in 16 bits.
     """
     # An op that writes gets the tensor that it writes into first, and the values last.
-    target, values = operands[0], operands[-1]
+    target = operands[0]
+    values = operands[-1]
     if target is not low or not has_low_weights:
         return ""
     if values.source.kind is not SourceKind.COMPUTED:

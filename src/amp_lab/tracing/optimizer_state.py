@@ -37,7 +37,7 @@ def optimizer_bytes(name: str, parameters: Iterable[Parameter], device_type: str
     is_loop = optimizer.loops or (optimizer.overlaps and not is_foreach)
     # The parameters are grouped as they can be counted: an optimizer that loops over them is asked
     # for all at once, any other for one at a time.
-    looped = []
+    loop_parameters = []
     # How many equal groups there are, by the optimizer that updates them and their parameters.
     groups: Counter[tuple[str, tuple[Parameter, ...]]] = Counter()
     for parameter in parameters:
@@ -45,20 +45,20 @@ def optimizer_bytes(name: str, parameters: Iterable[Parameter], device_type: str
         if optimizer.rest and len(shape) != 2:  # Muon leaves all but matrices to AdamW
             groups[optimizer.rest, (parameter,)] += 1
         elif is_loop:
-            looped.append(parameter)
+            loop_parameters.append(parameter)
         else:
             groups[name, (parameter,)] += 1
-    if looped:
-        groups[name, tuple(looped)] = 1
+    if loop_parameters:
+        groups[name, tuple(loop_parameters)] = 1
     state = 0
     temporaries = 0
-    for (updated_by, group), count in groups.items():
-        of_group = _bytes_of_group(updated_by, group, device_type)
-        state += count * of_group.state
+    for (optimizer_name, group), count in groups.items():
+        group_bytes = _bytes_of_group(optimizer_name, group, device_type)
+        state += count * group_bytes.state
         if is_foreach:
-            temporaries += count * of_group.temporaries
+            temporaries += count * group_bytes.temporaries
         else:
-            temporaries = max(temporaries, of_group.temporaries)
+            temporaries = max(temporaries, group_bytes.temporaries)
     return OptimizerBytes(state, temporaries)
 
 

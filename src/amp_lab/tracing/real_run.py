@@ -259,9 +259,9 @@ class _Recorder(PlainOpsMode):
             )
 
     def _stop(self, reason: str) -> None:
-        """Raise `NotAnswered` with this reason, in whose text "them" are the model's values.
+        """Raise `NotAnswered` with this reason, and store the reason.
 
-        The reason is also stored, since the model may catch the error and go on.
+        The model may catch the error and go on; `decisions_of` then finds the reason here.
         """
         self.stop_reason = reason
         raise NotAnswered(reason)

@@ -283,8 +283,10 @@ def _common_prefix(unit: str) -> str:
 
     ``blocks.3.`` for the unit ``blocks.3.a, blocks.3.b``; ``head.`` for the unit ``head``.
     """
-    modules = unit.replace(".", "/").split(_SEPARATOR)
-    return posixpath.commonpath(modules).replace("/", ".") + "."
+    # `commonpath` compares whole parts of paths, so the dots become slashes for it.
+    paths = unit.replace(".", "/").split(_SEPARATOR)
+    common_path = posixpath.commonpath(paths)
+    return common_path.replace("/", ".") + "."
 
 
 def _refused_units(xray: ShardingXray) -> Iterator[str]:

@@ -256,7 +256,7 @@ class StorageLedger(TorchDispatchMode):
 
         def resize_and_note(storage: torch.UntypedStorage, size: int) -> Any:
             result = resize(storage, size)
-            key = storage._cdata
+            key = storage._cdata  # as `storage_key` returns it for a tensor
             number = self._numbers.get(key)
             if number is not None:
                 self._log.append(Event(number, -1))

@@ -138,7 +138,8 @@ class Tracer(TorchFunctionMode):
             self._name_tensor(tensor, SourceKind.OWN, f"{noun} {name}")
         inputs = dict(enumerate(run.call.args)) | run.call.kwargs
         for path, tensor in named_tensors(inputs, open_objects=True):
-            self._name_tensor(tensor, SourceKind.INPUT, f"input {path[1:]}")
+            path_without_dot = path[1:]  # ``0`` or ``image`` of ``.0`` or ``.image``
+            self._name_tensor(tensor, SourceKind.INPUT, f"input {path_without_dot}")
         self._sources.name_attributes(run.model)
 
     def _name_tensor(self, tensor: torch.Tensor, kind: SourceKind, text: str) -> None:

@@ -175,7 +175,8 @@ def _xray_on_fakes(call: ModelCall, device_type: str, dtype: torch.dtype) -> Xra
 
 def _autocast_off(model: nn.Module) -> str:
     """A remark if autocast is off by default, because all weights are in 16 bits; else ""."""
-    if dtype_for(model, "cpu") is not torch.float32:  # float32 stands for no autocast
+    # float32 stands for no autocast, and is the answer for every device type or for none.
+    if dtype_for(model, "cpu") is not torch.float32:
         return ""
     dtype = low_weight_dtypes(model)[0]
     short = short_name(dtype)

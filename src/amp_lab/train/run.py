@@ -315,7 +315,7 @@ class Run:
         # After a kill metrics.csv may have a row for an epoch that the checkpoint does not have.
         self._write_metrics()
         with StopSignals() as stop, warnings.catch_warnings():
-            # It warns of writing into that tensor, which torchvision's models never do.
+            # FSDP2 warns that code may write into such a tensor, which torchvision's models do not.
             warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
             self._fit(stop)  # sets `_stopped_by` if a signal ends it
         if len(self.progress.epochs) < self.config.epochs:

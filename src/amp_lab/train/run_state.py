@@ -56,6 +56,7 @@ def save_run(
     # The checkpoint has the buffers of rank 0. All ranks continue with them, as after a resume.
     ranks.share_buffers(parts.model)
     rank_state = {"progress": progress, "random": random_states(ranks.device)}
+    # The objects themselves, by name: `save_checkpoint` takes their state dicts.
     state = description | vars(parts)
     state["ranks"] = ranks.gather(rank_state)
     folder_name = None  # of the shards
@@ -153,7 +154,10 @@ def restore_run(
 
 
 def _restore_tensors(out: Path, state: dict, ranks: Ranks, parts: TrainingObjects) -> None:
-    """Load the state of `load_run` into model and optimizer; either may be sharded."""
+    """Load the state of `load_run` into model and optimizer.
+
+    The saved state may be sharded, and so may the model and the optimizer of this run.
+    """
     # shards is imported where it is needed, since it takes a second to load.
     if "shards" in state:
         from amp_lab.train.checkpoint.shards import load_shards

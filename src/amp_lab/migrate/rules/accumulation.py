@@ -55,7 +55,7 @@ def unscaled_in_each_batch(code: CodeReader) -> Mistakes:
 
 def _is_repeated_before_step(code: CodeReader, unscale: Event) -> bool:
     """Whether ``unscale_`` runs for several batches, and one step uses their summed gradients."""
-    updates = unscale.unit.by_loop["update", unscale.owner, ()]
+    updates = unscale.unit.by_loop["update", unscale.owner, ()]  # (): in the whole function
     if not _are_less_frequent(updates, unscale) or not unscale.unit.scales_in_loop_of(unscale):
         return False
     steps = unscale.unit.by_loop["scaler step", unscale.owner, ()]

@@ -36,7 +36,7 @@ def made_each_epoch(code: CodeReader) -> Mistakes:
         scaler = _name_of_new_scaler(code, event)
         if scaler is None or _keeps_its_scale(code, event, scaler):
             continue
-        steps = event.unit.by_loop["scaler step", scaler, ()]
+        steps = event.unit.by_loop["scaler step", scaler, ()]  # (): in the whole function
         if not steps or not event.unit.by_loop["scaled", scaler, ()]:
             continue
         if _runs_each_epoch(code, event, steps[0].optimizer):

@@ -179,6 +179,7 @@ def _may_unscale(code: CodeReader, call: cst.Call, scaler: str) -> bool:
         return scaler.startswith("self.")
     if len(parts) != 2:
         return False
+    # Only a method of the object that has the scaler, as self has self.scaler, can reach it.
     owner, method = parts
     if owner != scaler.partition(".")[0] or _MODULE_METHODS.fullmatch(method):
         return False
@@ -199,13 +200,14 @@ def _has_plain_branch(code: CodeReader, scaled: Event, event: Event) -> bool:
 
     The branches are those of one `if`, or of two with opposite conditions.
     """
+    # A backward before the last step has no part in these gradients.
     step_before = next(scaled.unit.before("scaler step", scaled), None)
     first = 0 if step_before is None else step_before.order
     for plain in event.unit.before("backward", event, first):
         runs_always = set(plain.place.arms) <= set(event.place.arms)  # wherever the event does
         if runs_always or plain.place.loops != scaled.place.loops:
             continue
-        if not code.both_run(plain, scaled):
+        if not code.both_run(plain, scaled):  # no run reaches both: they are in two branches
             return True
     return False
 

@@ -136,9 +136,9 @@ class Float16Values:
         if binding.value is None:
             return False
         for use in self._code.tree.uses_in(nodes.walk(binding.value)):
-            made = use.scope.only_binding(use.parts[0])
-            if made is not None and isinstance(made.node, cst.ClassDef):
-                return True
+            name_binding = use.scope.only_binding(use.parts[0])
+            if name_binding is not None and isinstance(name_binding.node, cst.ClassDef):
+                return True  # Net, of model = Net().cuda()
         return False
 
     @functools.cached_property

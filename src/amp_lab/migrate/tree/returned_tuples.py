@@ -25,12 +25,12 @@ def stays_in_tuple(code: CodeReader, use: cst.CSTNode, name: str) -> bool:
     if function is None:
         return False
     index = returned.elements.index(element)
-    holders: list[str] = []  # names that get the tuple
+    holders: list[str] = []  # names that get the tuple; `_stays_in_file` adds those that it finds
     for call in code.tree.calls:
         is_of_function = nodes.called_name(call) == function.name.value
         if is_of_function and not _stays_in_file(code, call, name, index, holders):
             return False
-    for holder in holders:  # more are added meanwhile
+    for holder in holders:  # the loop also reaches the names that are added while it runs
         for reading in code.tree.uses_by_last_part[holder]:
             if not _stays_in_file(code, reading.node, name, index, holders):
                 return False
@@ -72,12 +72,15 @@ def _stays_in_file(
     if isinstance(parent, cst.Arg):
         new_holders = _parameters_for(code, parent)
     for target, value in nodes.assignments(parent):
-        if value is node and isinstance(target, cst.Name):
+        if value is not node:  # the tuple is only a part of the value
+            return False
+        if isinstance(target, cst.Name):
             new_holders.append(target.value)
-        elif value is not node or (name,) not in nodes.bound_names(target):
+        elif (name,) not in nodes.bound_names(target):  # unpacked, with another name for the scaler
             return False
     holders += [holder for holder in new_holders if holder not in holders]
-    return bool(new_holders) or isinstance(parent, cst.Assign)  # other code may hand it on
+    is_unpacked = isinstance(parent, cst.Assign)
+    return bool(new_holders) or is_unpacked  # any other code may hand the tuple on
 
 
 def _parameters_for(code: CodeReader, argument: cst.Arg) -> list[str]:

@@ -100,7 +100,7 @@ class Scope:
             is_from_star = name in ("torch", "apex")
             return {".".join(parts)} if is_from_star else {None}
         bindings = owner.bindings[name]
-        key = (parts, len(bindings))  # it may be bound again
+        key = (parts, len(bindings))  # a further binding of the name makes the cached set wrong
         if key not in owner._origins:
             if attributes and any(binding.origin == "torch" for binding in bindings):
                 # `torch = None` after a failed import: torch.cuda can only mean the module.

@@ -47,15 +47,15 @@ def forget_fallbacks(tree: Tree) -> None:
     With the new names the import cannot fail, so the handler never runs. But if the same `try` also
     imports something else, this import may fail.
     """
-    tries = set()
+    around_imports = set()  # the statement around each import of an old name, such as a `try`
     for alias, origin in tree.alias_origins.items():
         if _is_of_old_module(origin):
             block = tree.parents[tree.statement_of(alias)]
-            tries.add(tree.parents.get(block))
+            around_imports.add(tree.parents.get(block))  # None at the top level
     never_run: list[cst.ExceptHandler] = []
-    for tried in tries:
-        if isinstance(tried, cst.Try):
-            never_run += _handlers_for_old_names(tree, tried)
+    for statement in around_imports:
+        if isinstance(statement, cst.Try):
+            never_run += _handlers_for_old_names(tree, statement)
     if not never_run:
         return
     for scope in tree.scopes:
@@ -290,7 +290,7 @@ def _constant_comparison(tree: Tree, test: cst.Comparison) -> bool | None:
         # TORCH_VERSION != "parrots": a string without numbers is no version
         answer = _FOR_ANOTHER_NAME.get(type(target.operator))
     elif len(version) < 2 or version >= _FIRST_WITH_SCALER:
-        return None
+        return None  # no version, or one that some torch with today's names is older than
     else:
         answer = _FOR_A_LATER_TORCH.get(type(target.operator))
     if answer is None or not _depends_on_torch(tree, test.left):
@@ -339,7 +339,7 @@ def _comes_from_version(tree: Tree, use: Use, depth: int) -> bool:
 def _is_set_by_version(tree: Tree, binding: Binding) -> bool:
     """Whether a flag, or an object of a new class, is assigned under a condition on the version."""
     value = binding.value
-    is_flag = getattr(value, "value", None) in ("True", "False", "None")  # a cst.Name
+    is_flag = isinstance(value, cst.Name) and value.value in ("True", "False", "None")
     if not is_flag and not _is_made_by_new_name(tree, value):
         return False
     return any(_chooses_version(tree, node, is_flag) for node, _ in tree.ancestors(binding.node))

@@ -21,7 +21,7 @@ def load(options: LoadOptions) -> DataSplits:
     targets = digits.target.astype(np.int64)
     levels = digits.images * (255 / 16)  # scikit-learn's grey levels are 0 to 16
     pixels = levels.round().astype(np.uint8)
-    images = pixels[:, None]  # (1797, 1, 8, 8)
+    images = pixels[:, None]  # (1797, 1, 8, 8); a set of images makes three channels of one
     all_train, all_test = split(targets, every=5)
     train, test = shorten(all_train, all_test, targets, options.limit)
     size = options.image_size
@@ -32,7 +32,7 @@ def load(options: LoadOptions) -> DataSplits:
         ),
         test=ImagesInMemory(images[test], targets[test], size, MEAN_STD),
         classes=tuple(map(str, digits.target_names)),
-        sample_shape=(3, size, size),
+        sample_shape=(3, size, size),  # the three channels are equal
         fingerprint=fingerprint(images, targets, train, test),
     )
 

@@ -141,7 +141,11 @@ class _Augmented(SampleSet):
 
 
 class ImagesInMemory(_Augmented):
-    """Images from an array uint8 (N, C, H, W), C being 1 or 3, augmented a batch at a time."""
+    """Images from an array uint8 (N, C, H, W), C being 1 or 3, augmented a batch at a time.
+
+    A grey image is read with three channels too: it is normalised with the mean and the standard
+    deviation of each of three.
+    """
 
     def read(self, keys: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """See `SampleSet.read`."""

@@ -119,7 +119,7 @@ class _ApexNames:
         """Whether a name is Apex's, or is set by a try or a look-up of Apex."""
         if any(map(is_apex, use.origins)):
             return True
-        # by the last part: an attribute, flags.has_apex, counts as the variable has_apex
+        # By the last part: an attribute, flags.has_apex, counts as the variable has_apex.
         bindings = use.scope.bindings_of(use.parts[-1])
         for binding in bindings:
             if binding.source is not None and _looks_for_apex(binding.source):
@@ -269,9 +269,10 @@ class _ApexNames:
         removable: list[cst.ImportAlias] = []
         for alias, old in old_names.items():
             self._rewrite_bare_uses(alias, old)
-            if counts[alias] == 0 and is_apex(old):
+            count = counts[alias]
+            if count == 0 and is_apex(old):
                 self._advise_unused(alias, old, scope)
-            elif self.dotted_rewrites[alias] == counts[alias] > 0:
+            elif count > 0 and self.dotted_rewrites[alias] == count:
                 removable.append(alias)  # all its uses are torch.optim.AdamW and the like now
         if removable and not self.tree.is_in(node, cst.Try):  # it may be a test for Apex
             self.file.remove_names(node, removable)

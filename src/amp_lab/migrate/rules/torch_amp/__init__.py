@@ -130,12 +130,13 @@ class _OldNames:
 
         For ``patch("torch.cuda.amp.autocast")`` and ``patch.object(torch.cuda.amp, "autocast")``.
         """
-        names = []
+        names = []  # of the first two arguments, without those that are neither string nor name
         for arg in call.args[:2]:
             origin = self.tree.calls[call].origin(arg.value)
             names.append(nodes.string_value(arg.value) or origin or "")
-        first_name = names[:1]  # empty if the call has no arguments
-        return *first_name, ".".join(filter(None, names))
+        first_name = names[:1]  # a list, empty if the call has no arguments
+        both_names = ".".join(filter(None, names))
+        return *first_name, both_names
 
     def _report_ambiguous(self, name: str, uses: list[Use]) -> None:
         """Report the uses of a name with several meanings.

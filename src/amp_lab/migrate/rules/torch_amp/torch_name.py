@@ -28,8 +28,10 @@ class TorchName:
             if self._is_torch(name, use):
                 return name
         owner = use.scope.find_scope("torch")
-        # If a scope binds `torch` already, the use sees no import in another scope.
-        for scope in use.scope.enclosing_scopes() if owner is None else (owner,):
+        scopes = list(use.scope.enclosing_scopes())
+        if owner is not None:  # it binds `torch`, so the use sees no import in another scope
+            scopes = [owner]
+        for scope in scopes:
             if scope in self.import_before:
                 self.scopes_to_import.add(scope)
                 return "torch"

@@ -35,8 +35,9 @@ class OldUse(NamedTuple):
     @classmethod
     def of(cls, use: Use, old: str) -> "OldUse":
         """The use with the parts of its full name."""
-        name, device = OLD_NAMES.get(old) or ("", OLD_MODULES.get(old, ""))
-        return cls(use, old, name, device)
+        if old in OLD_NAMES:
+            return cls(use, old, OLD_NAMES[old].name, OLD_NAMES[old].device)
+        return cls(use, old, name="", device=OLD_MODULES.get(old, ""))
 
     @property
     def dtype(self) -> str:
