@@ -14,7 +14,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+# `name` or `name()`: the name, and its brackets or nothing.
 CODE = re.compile(r"(?<!`)`([A-Za-z_.]+)(\(\))?`(?!`)")
+# A text on one line: its first sentence without the full stop, and the rest.
 SENTENCE = re.compile(r"(.+?(?:\?|(?=[.:](?: |$))))[.:]?(?: (.*))?$")
 SECTION = re.compile(r"(Args|Returns|Raises|Source|Example):$")
 Definition = ast.ClassDef | ast.FunctionDef
@@ -34,17 +36,17 @@ def pages(package: Path) -> dict[str, str]:
     """The pages by their file names: `index.md`, and one for each folder that has public names."""
     entries = public_names(package)
     links = _links(entries)
-    made = {}
+    texts = {}  # by file name
     overview = ["# What `amp_lab` has", _paragraphs(_docstring(package), links)]
-    for folder, listed in sorted(_by_folder(entries).items()):
-        named = sorted(listed, key=_sorting_key)
-        made[f"{folder}.md"] = _folder_page(folder, _docstring(package / folder), named, links)
+    for folder, entries_of_folder in sorted(_by_folder(entries).items()):
+        in_order = sorted(entries_of_folder, key=_sorting_key)
+        texts[f"{folder}.md"] = _folder_page(folder, _docstring(package / folder), in_order, links)
         overview.append(f"## [{folder}]({folder}.md)")
-        overview.append(_overview_table(named, links))
-    tree = "\n".join(name.removesuffix(".md") for name in sorted(made))
+        overview.append(_overview_table(in_order, links))
+    tree = "\n".join(name.removesuffix(".md") for name in sorted(texts))
     overview.append(f"```{{toctree}}\n:hidden:\n\n{tree}\n```")
-    made["index.md"] = _joined(overview) + "\n"
-    return made
+    texts["index.md"] = _joined(overview) + "\n"
+    return texts
 
 
 def _links(entries: list[Entry]) -> dict[str, str]:
@@ -70,27 +72,27 @@ def _sorting_key(entry: Entry) -> str:
     return _last_part(entry.name).lower()
 
 
-def _folder_page(folder: str, text: str, named: list[Entry], links: dict[str, str]) -> str:
+def _folder_page(folder: str, text: str, entries: list[Entry], links: dict[str, str]) -> str:
     """The page of a folder whose docstring is `text`; its first sentence becomes the title."""
     first, _, further = text.partition("\n\n")
-    found = SENTENCE.match(_on_one_line(first))
-    if found:
-        title = f"`{folder}/`: {found[1]}"
-        rest = found[2] or ""
+    match = SENTENCE.match(_on_one_line(first))
+    if match:
+        title = f"`{folder}/`: {match[1]}"
+        rest = match[2] or ""
     else:
         title = folder
         rest = text
-    capital = rest[:1].upper() + rest[1:]
-    below_title = f"{capital}\n\n{further}".strip()
+    capitalised = rest[:1].upper() + rest[1:]
+    below_title = f"{capitalised}\n\n{further}".strip()
     body = [f"# {title}", _paragraphs(below_title, links)]
-    for entry in named:
+    for entry in entries:
         body.append(_entry(entry, links))
     return _joined(body) + "\n"
 
 
-def _overview_table(named: list[Entry], links: dict[str, str]) -> str:
+def _overview_table(entries: list[Entry], links: dict[str, str]) -> str:
     lines = ["| name | |", "|---|---|"]
-    for entry in named:
+    for entry in entries:
         summary = _summary(entry.node, links)
         lines.append(f"| {{py:obj}}`{entry.name}` | {summary} |")
     return "\n".join(lines)
@@ -107,16 +109,19 @@ def _on_one_line(text: str) -> str:
 
 def public_names(package: Path) -> list[Entry]:
     """What `amp_lab` exports, and what its folders export besides."""
-    found: dict[tuple[str, str], Entry] = {}
+    # By the module that defines it and its name there: a name that is exported twice counts once.
+    entries: dict[tuple[str, str], Entry] = {}
 
-    def add(name: str, module: str, origin: str) -> None:
-        defined = _definition(package, module, origin)
-        if defined is None:
+    def add(name: str, module: str, name_in_module: str) -> None:
+        """Add the entry of a name that `module` defines or imports, if it is the first for it."""
+        module_and_node = _definition(package, module, name_in_module)
+        if module_and_node is None:
             return
-        where, node = defined
-        folder = where.partition(".")[0]
-        source = tuple(_path(package, where).read_text(encoding="utf-8").splitlines())
-        found.setdefault((where, origin), Entry(name, folder, node, source))
+        defining_module, node = module_and_node
+        folder = defining_module.partition(".")[0]
+        text = _path(package, defining_module).read_text(encoding="utf-8")
+        entry = Entry(name, folder, node, tuple(text.splitlines()))
+        entries.setdefault((defining_module, name_in_module), entry)
 
     exports = _literal(package / "__init__.py", "_EXPORTS") or {}
     for name, module in exports.items():
@@ -127,7 +132,7 @@ def public_names(package: Path) -> list[Entry]:
         module = ".".join(file.parent.relative_to(package).parts)
         for name in _literal(file, "__all__") or ():
             add(f"amp_lab.{module}.{name}", module, name)
-    return list(found.values())
+    return list(entries.values())
 
 
 def _figures(plots: Path) -> Iterator[tuple[str, str]]:
@@ -171,7 +176,7 @@ def _definition(package: Path, module: str, name: str) -> tuple[str, Definition]
             continue
         for alias in node.names:
             name_here = alias.asname or alias.name
-            if name_here == name:
+            if name_here == name:  # another module defines it, or imports it in turn
                 origin = imported_from.removeprefix("amp_lab").lstrip(".")
                 return _definition(package, origin, alias.name)
     return None
@@ -238,31 +243,33 @@ def items(section: str) -> dict[str, str]:
         if line.startswith(" "):
             found[name] += f" {line.strip()}"
         elif line:
-            name, _, found[name] = line.partition(": ")
+            name, _, meaning = line.partition(": ")
+            found[name] = meaning
     return found
 
 
 def arguments(node: Definition) -> dict[str, str]:
     """The type and the default of each argument, in the order of the signature."""
     if isinstance(node, ast.ClassDef):
-        made_by = _init_of(node)
-        return arguments(made_by) if made_by else {}
+        init = _init_of(node)
+        return arguments(init) if init else {}
     args = node.args
     positional = [*args.posonlyargs, *args.args]
+    # `args.defaults` has those of the last arguments alone.
     without_default = [None] * (len(positional) - len(args.defaults))
     defaults = [*without_default, *args.defaults]
-    found = {}
+    texts = {}
     for arg, default in zip(positional, defaults, strict=True):
-        found[arg.arg] = _type_text(arg, default)
+        texts[arg.arg] = _type_text(arg, default)
     if args.vararg:
-        found[f"*{args.vararg.arg}"] = _type_text(args.vararg, None)
+        texts[f"*{args.vararg.arg}"] = _type_text(args.vararg, None)
     for arg, default in zip(args.kwonlyargs, args.kw_defaults, strict=True):
-        found[arg.arg] = _type_text(arg, default)
+        texts[arg.arg] = _type_text(arg, default)
     if args.kwarg:
-        found[f"**{args.kwarg.arg}"] = _type_text(args.kwarg, None)
+        texts[f"**{args.kwarg.arg}"] = _type_text(args.kwarg, None)
     for bound in ("self", "cls"):
-        found.pop(bound, None)
-    return found
+        texts.pop(bound, None)
+    return texts
 
 
 def _init_of(node: ast.ClassDef) -> ast.FunctionDef | None:
@@ -360,10 +367,12 @@ def _directive(ticks: int, kind: str, heading: str, body: str, option: str = "")
 
 def _signature(node: ast.FunctionDef, skip: int = 0) -> str:
     """Arguments and result on one line, without the first `skip` arguments."""
+    # A copy of the arguments, which are shortened below; `node` stays as it is.
     copy = ast.parse(f"def f({ast.unparse(node.args)}): ...").body[0]
     assert isinstance(copy, ast.FunctionDef)
     args = copy.args
     args.args = args.args[skip:]
+    # There may be no more defaults than arguments; they are those of the last ones.
     args.defaults = args.defaults[-len(args.args) :] if args.args else []
     text = f"({ast.unparse(args)})"
     if node.returns:
@@ -373,10 +382,10 @@ def _signature(node: ast.FunctionDef, skip: int = 0) -> str:
 
 def _class_signature(node: ast.ClassDef) -> str:
     """What a class is made with, where people make it themselves; else nothing."""
-    made_by = _init_of(node)
-    if made_by is None:
+    init = _init_of(node)
+    if init is None:
         return ""
-    return _signature(made_by, skip=1).partition(" ->")[0]
+    return _signature(init, skip=1).partition(" ->")[0]
 
 
 def members(entry: Entry, links: dict[str, str]) -> Iterator[str]:

@@ -153,7 +153,7 @@ def print_differences(before: Path, after: Path) -> int:
 def use_package(checkout: Path) -> None:
     """Import `amp_lab` from a checkout from here on, with one thread for torch."""
     folder = checkout / "src"
-    if not folder.exists():
+    if not folder.exists():  # older checkouts have the package beside the notebooks
         folder = checkout / "notebooks"
     # What the tests share imports modules of the package, so it is the checkout's own.
     sys.path[:0] = [str(folder), str(checkout / "tests" / "support")]
@@ -243,24 +243,27 @@ def of_faults() -> Iterator[tuple[str, Any]]:
     diverging_models = support("diverging_models")
     planted_faults = support("planted_faults")
     for name, (make, *_) in planted_faults.FAULTS.items():
-        yield f"nonfinite: {name}", outcome_of(functools.partial(_nonfinite, make))
+        yield f"nonfinite: {name}", outcome_of(functools.partial(_find_nonfinite, make))
     for number, fault in enumerate(diverging_models.FAULTS):
-        yield f"difference: {number} {fault.name}", outcome_of(functools.partial(_parted, fault))
+        call = functools.partial(_find_difference, fault)
+        yield f"difference: {number} {fault.name}", outcome_of(call)
 
 
-def _nonfinite(make: Callable) -> str:
+def _find_nonfinite(make: Callable) -> str:
+    """The report of `find_nonfinite` on a model with a planted fault, which `make` builds."""
     model, x, options = make()
     return str(support("planted_faults").find(model, x, **options))
 
 
-def _parted(fault: Any) -> str:
+def _find_difference(fault: Any) -> str:
+    """The report of `first_difference` on a sound model and one with a planted fault."""
     from amp_lab import first_difference
 
     diverging_models = support("diverging_models")
     sound, faulty = fault.models()
-    how = fault.runs.split()
-    run_a = diverging_models.runner(sound, how[0])
-    run_b = diverging_models.runner(faulty, how[-1])
+    ways = fault.runs.split()  # how each model is run: one word for both, or two
+    run_a = diverging_models.runner(sound, ways[0])
+    run_b = diverging_models.runner(faulty, ways[-1])
     return str(first_difference(run_a, run_b, diverging_models.INPUTS[fault.model](2)))
 
 
@@ -291,13 +294,15 @@ def of_model(model: Any, args: tuple, kwargs: dict) -> Iterator[tuple[str, Any]]
         ("cuda", torch.float16), ("cuda", torch.bfloat16), ("cpu", torch.bfloat16),
     ):  # fmt: skip
         trace = functools.partial(xray, model, *args, device_type=device, dtype=dtype, **kwargs)
-        yield f"xray {device} {dtype}", outcome_of(lambda trace=trace: _shown(trace()))
+        yield f"xray {device} {dtype}", outcome_of(functools.partial(_text_and_json, trace))
     for precision in ("fp32", "bf16"):
         forecast = functools.partial(forecast_memory, model, *args, precision=precision, **kwargs)
-        yield f"memory {precision}", outcome_of(lambda forecast=forecast: _shown(forecast()))
+        yield f"memory {precision}", outcome_of(functools.partial(_text_and_json, forecast))
 
 
-def _shown(report: Any) -> list[str]:
+def _text_and_json(make_report: Callable[[], Any]) -> list[str]:
+    """The report that a call makes, as text and as JSON."""
+    report = make_report()
     return [str(report), report.to_json()]
 
 

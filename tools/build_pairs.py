@@ -138,15 +138,17 @@ def new(name: str) -> str:
     """Make `name`.py from the template; return what is to be done next."""
     if not re.fullmatch(r"[0-9]{2}_[a-z0-9]+(_[a-z0-9]+)*", name):
         raise Problem(f"{name!r} is no name of a notebook; give one like 20_title")
-    taken = [source.stem for source in find() if source.name.startswith(name[:3])]
-    if taken:
-        raise Problem(f"the number {name[:2]} is taken by {taken[0]}; give another one")
-    source, words = FOLDER / f"{name}.py", name[3:].replace("_", " ")
+    number, _, title = name.partition("_")
+    same_number = [source.stem for source in find() if source.name.startswith(f"{number}_")]
+    if same_number:
+        raise Problem(f"the number {number} is taken by {same_number[0]}; give another one")
+    source = FOLDER / f"{name}.py"
+    words = title.replace("_", " ")
     # "x": a file that was made meanwhile is not written over.
     with source.open("x", encoding="utf-8") as file:
         file.write(TEMPLATE.read_text(encoding="utf-8").replace("{words}", words))
     return (
-        f"made {source}; write it, then make its pair with `pdm run notebooks {name[:2]}`, and add "
+        f"made {source}; write it, then make its pair with `pdm run notebooks {number}`, and add "
         "it to the map in README.md"
     )
 
@@ -209,10 +211,10 @@ def check(sources: list[Path]) -> None:
 def check_stamps(sources: list[Path]) -> None:
     """Raise `Problem` if a pair was made from changes that are in no commit."""
     for source in sources:
-        made_of = DIRTY.search(stamp(committed(source)))
-        if made_of:
+        match = DIRTY.search(stamp(committed(source)))
+        if match:
             raise Problem(
-                f"{source.stem}.ipynb was made from changes that are in no commit ({made_of[0]}); "
+                f"{source.stem}.ipynb was made from changes that are in no commit ({match[0]}); "
                 f"commit them, then run: pdm run notebooks {source.stem}"
             )
 
@@ -229,20 +231,22 @@ def require_clean_tree() -> None:
     """Raise `Problem` for changes to Python files that are in no commit: outputs name theirs."""
     command = ["git", "status", "--porcelain", "--untracked-files=no", ":/*.py"]
     try:
-        asked = subprocess.run(command, cwd=FOLDER, capture_output=True, text=True, check=True)
+        status = subprocess.run(command, cwd=FOLDER, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):  # no git here, and so no commit to name
         return
-    if asked.stdout.strip():
-        changed = asked.stdout.split()[1]
-        raise Problem(f"{changed} is changed: commit first, since a pair names its commit")
+    if status.stdout.strip():
+        first_file = status.stdout.split()[1]  # of a line such as `` M tools/record.py``
+        raise Problem(f"{first_file} is changed: commit first, since a pair names its commit")
 
 
 def busy_reason(seconds: float = 1.0) -> str:
     """Why timings on this machine could not be trusted now; empty if it is quiet."""
-    rounds, end = Rounds(torch.device("cpu")), time.perf_counter() + seconds
-    while time.perf_counter() < end or len(rounds.all) < 12:
+    # Rounds in which nothing is compared: their watch times a matmul, and notices other programs.
+    rounds = Rounds(torch.device("cpu"))
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end or len(rounds.all) < 12:  # fewer rounds are never trusted
         with rounds.next():
-            for _ in range(10):
+            for _ in range(10):  # a round of some 10 ms
                 rounds.watch.calibrate()
     return rounds.comparison([]).reason
 
@@ -254,10 +258,10 @@ def execute_quietly(source: Path, force: bool) -> nbformat.NotebookNode:
         if reason:
             continue
         notebook = execute(source)
-        found = [] if force else untrusted(notebook)
-        if not found:
+        untrusted_lines = untrusted(notebook)
+        if force or not untrusted_lines:
             return notebook
-        reason = f"it printed {found[0]!r}"
+        reason = f"it printed {untrusted_lines[0]!r}"
     raise Problem(
         f"{source.name}: figures of a busy machine are not written ({reason}); stop what else runs "
         "here, or give --force (its pair is unchanged)"
@@ -395,7 +399,7 @@ def _few_colours(png: bytes) -> bytes:
     if drawing.mode == "P":  # it has a palette already: a second one would only change the bytes
         return png
     picture = drawing.convert("RGB")
-    if picture.getcolors(maxcolors=4096) is None:
+    if picture.getcolors(maxcolors=4096) is None:  # it has more colours: a photograph
         return png
     smaller = io.BytesIO()
     picture.quantize(256, dither=Image.Dither.NONE).save(smaller, "PNG", optimize=True)

@@ -107,7 +107,9 @@ class _Stage:
     """Pages on their way into the folder of sources, their links fitted to it."""
 
     def __init__(self, root: Path, sources: Path, pages: set[str]):
-        self.root, self.sources, self.pages = root, sources, pages
+        self.root = root
+        self.sources = sources
+        self.pages = pages
         self.repository = edition.repository()
         settings = tomllib.loads((root / "site" / "contents.toml").read_text(encoding="utf-8"))
         self.playgrounds = {
@@ -153,6 +155,7 @@ class _Stage:
         new = f"## {title[1]}\n\n{found[0]}\n\n## Summary"
         for cell in notebook["cells"]:
             if cell["cell_type"] == "markdown" and SUMMARY.search(cell["source"]):
+                # A function, since `sub` would interpret the backslashes of a text.
                 cell["source"] = SUMMARY.sub(lambda _: new, cell["source"], count=1)
                 return
         raise SiteError(f"{page}: no section `## Summary`, before which its playground would stand")
@@ -164,15 +167,14 @@ class _Stage:
         """
 
         def fitted(link: re.Match[str]) -> str:
-            start, address, fragment = (
-                link.groups()
-            )  # such as ``](``, ``docs/cli.md``, ``#options``
+            # Such as ``](``, ``docs/cli.md`` and ``#options``.
+            start, address, fragment = link.groups()
             fragment = fragment or ""
             target = unquote(address)
             path = self.root / page  # of a link to the page itself
             if target:
                 path = Path(os.path.normpath(path.parent / target))
-            if not path.is_relative_to(self.root):
+            if not path.is_relative_to(self.root):  # it leads out of the repository
                 return link[0]
             name = path.relative_to(self.root).as_posix()
             if path.is_file():
@@ -230,10 +232,11 @@ def _jupyter_anchor(path: Path, fragment: str) -> str:
     """The anchor of the heading of a Markdown page that code hosts call `fragment`."""
     text = FENCE.sub("", path.read_text(encoding="utf-8"))
     for heading in edition.HEADING.findall(text):
+        # Of a link its text alone; without the marks of code and emphasis.
         plain = re.sub(r"\[([^]]*)\]\([^)]*\)|[`*]", r"\1", heading)
         if github_anchor(plain) == fragment:
             return anchor(plain)
-    return fragment  # Sphinx says where it stands
+    return fragment  # there is no such heading: Sphinx reports the link, with its place
 
 
 def _write(path: Path, content: str | bytes) -> None:
@@ -302,8 +305,10 @@ def main(arguments: list[str] | None = None) -> int:
         said = f"{', '.join(missing)} not installed: run `pdm run sync`"
         print(f"site: {said}", file=sys.stderr)
         return 2
-    started = time.perf_counter()
-    address = options.address and options.address.rstrip("/") + "/"
+    start = time.perf_counter()
+    address = options.address
+    if address:
+        address = address.rstrip("/") + "/"
     out = options.out.absolute()
     if out.exists() and not (out / "search.html").exists():
         print(f"site: {out}: there is something else, which is not replaced", file=sys.stderr)
@@ -319,7 +324,7 @@ def main(arguments: list[str] | None = None) -> int:
     if code or options.linkcheck:
         return code
     size = sum(file.stat().st_size for file in out.rglob("*") if file.is_file())
-    seconds = time.perf_counter() - started
+    seconds = time.perf_counter() - start
     print(f"{out / 'index.html'}: {size / 1e6:.1f} MB in {seconds:.1f} s", flush=True)
     return serve(out, options.serve) if options.serve is not None else 0
 

@@ -115,7 +115,11 @@ def step(layer: nn.Module, data: torch.Tensor, dtype: torch.dtype | None) -> Cal
 
 
 def measured_here() -> dict[str, Any]:
-    """Of each case and dtype the time as a multiple of fp32's, or the error, in this process."""
+    """Measure each case in each of `DTYPES` in this process.
+
+    Returns the instructions that the process uses and, by case and dtype, the time as a multiple of
+    fp32's, or the error of a layer that raises.
+    """
     found: dict[str, dict[str, Any]] = {}
     for name, (layer, data) in cases().items():
         fp32_s = measure(step(layer, data, None), device=CPU, repeats=15).median_s
@@ -159,8 +163,11 @@ def main() -> int:
     if options.out is None:
         parser.error("give --out or --table")
     sets = {}
-    for run in (run for run in RUNS if run.name in SETS and can_do(run)):
+    for run in RUNS:
+        if run.name not in SETS or not can_do(run):
+            continue
         print(run.name, flush=True)
+        # A process of its own, since torch reads the limits only when it starts.
         command = [sys.executable, __file__, "--here"]
         done = subprocess.run(
             command, env=os.environ | run.settings, capture_output=True, text=True, check=True

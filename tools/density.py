@@ -121,6 +121,7 @@ def _docstrings(tree: ast.AST) -> Iterator[ast.Expr]:
 
 
 def _code_lines(source: str, docstrings: list[ast.Expr]) -> set[int]:
+    """The numbers of the lines with code on them, without those of `docstrings`."""
     lines: set[int] = set()
     layout = {
         tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,

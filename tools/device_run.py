@@ -78,7 +78,7 @@ def run_parts(
     outcomes: list[Outcome] = []
     for part in parts:
         left = end - time.monotonic()
-        if left < min(5.0, part.limit_s):
+        if left < min(5.0, part.limit_s):  # in 5 s a part does little more than import torch
             outcomes.append(Outcome(part.name, "no time left"))
         else:
             print(f"{part.name} …", flush=True)
@@ -116,12 +116,13 @@ def run_part(part: Part, settings: Settings, limit_s: float) -> Outcome:
 def table(outcomes: list[Outcome]) -> str:
     """The outcomes as text, a line each, with how many held."""
     width = max((len(outcome.part) for outcome in outcomes), default=0)
-    lines = [
-        f"{one.part:<{width}}  {one.status:<12} {one.seconds:>6.0f} s  {one.error[:120]}".rstrip()
-        for one in outcomes
-    ]
-    held = sum(outcome.status == "held" for outcome in outcomes)
-    return "\n".join(["", *lines, f"{held} of {len(outcomes)} held"])
+    lines = []
+    for outcome in outcomes:
+        part_and_status = f"{outcome.part:<{width}}  {outcome.status:<12}"
+        line = f"{part_and_status} {outcome.seconds:>6.0f} s  {outcome.error[:120]}"
+        lines.append(line.rstrip())
+    held_count = sum(outcome.status == "held" for outcome in outcomes)
+    return "\n".join(["", *lines, f"{held_count} of {len(outcomes)} held"])
 
 
 def _run(command: list[str], settings: Settings, log: Path, limit_s: float) -> int | None:

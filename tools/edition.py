@@ -32,6 +32,7 @@ RECORDED = "10_speed_ladder.ipynb"  # the notebook that ends with `RECORD_CELL`
 BRANCH = "colab"  # which .github/workflows/pages.yml writes
 ARCHIVE = "amp-lab-notebooks.zip"
 GITHUB = "https://github.com/"
+# A link inside the project: ``](``, the path (empty for the same page), and ``#fragment`` or None.
 LINK = re.compile(r"(\]\()(?!https?:|mailto:)([^)\s#]*)(#[^)\s]*)?(?=[)\s])")
 HEADING = re.compile(r"^#{1,4} +(.+?) *#*$", re.MULTILINE)
 # What else the archive contains: what the notebooks import, and the pages that they link to.
@@ -73,15 +74,17 @@ def requirements(root: Path = ROOT) -> list[str]:
     """What the package and the notebooks need besides torch, as in pyproject.toml."""
     project = _project(root)
     extras = project["optional-dependencies"]
-    wanted, waiting = list(project["dependencies"]), list(EXTRAS)
-    while waiting:
-        for need in extras[waiting.pop()]:
-            inner = re.fullmatch(r"amp-lab\[(.*)\]", need)
-            if inner is not None:
-                waiting += inner[1].split(",")
+    found = list(project["dependencies"])
+    extras_to_read = list(EXTRAS)
+    while extras_to_read:
+        for requirement in extras[extras_to_read.pop()]:
+            # An extra may consist of other extras: ``amp-lab[data,plots]``.
+            others = re.fullmatch(r"amp-lab\[(.*)\]", requirement)
+            if others is not None:
+                extras_to_read += others[1].split(",")
             else:
-                wanted.append(need)
-    return sorted(wanted)
+                found.append(requirement)
+    return sorted(found)
 
 
 def _project(root: Path) -> dict[str, Any]:
@@ -101,13 +104,16 @@ def first_cell(address: str, commit: str, packages: list[str]) -> str:
 def packages_of(notebook: dict[str, Any], root: Path = ROOT) -> list[str]:
     """`requirements`, and the packages that the notebook's call of `start` names."""
     code = "\n".join("".join(cell["source"]) for cell in _cells(notebook, "code"))
-    called = re.search(r"= start\(([^)]*)\)", code)
-    named = re.findall(r'"(\w+)"', called[1]) if called else []
+    start_call = re.search(r"= start\(([^)]*)\)", code)  # group 1: its arguments
+    names = re.findall(r'"(\w+)"', start_call[1]) if start_call else []
     text = (root / "pyproject.toml").read_text(encoding="utf-8")
     groups = tomllib.loads(text)["dependency-groups"]
     found = requirements(root)
-    for name in named:  # a group has the name of its package
-        found += [need for need in groups[name] if need.partition(">")[0] == name]
+    for name in names:  # a group has the name of its package, beside which it may list others
+        for requirement in groups[name]:
+            package, _, _ = requirement.partition(">")  # of ``lunr>=0.8``
+            if package == name:
+                found.append(requirement)
     return found
 
 
@@ -257,7 +263,7 @@ def write_archive(path: Path, root: Path = ROOT) -> None:
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         for name in sorted(files):
             entry = zipfile.ZipInfo(f"amp-lab/{name}", (1980, 1, 1, 0, 0, 0))  # always the same zip
-            entry.external_attr = 0o644 << 16
+            entry.external_attr = 0o644 << 16  # the permissions of a file, in the upper 16 bits
             archive.writestr(entry, files[name], zipfile.ZIP_DEFLATED)
 
 

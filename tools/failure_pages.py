@@ -57,6 +57,7 @@ def link_codes(text: str) -> str:
 
 
 def _page(root: Path, failure: dict[str, Any]) -> str:
+    """The page of a failure in Markdown: what people see, then its section or a short answer."""
     messages = [_readable(message) for message in failure["messages"]]
     lines = ["---", "orphan: true", "---", f"# {_title(failure, messages)}", ""]
     lines += [f"**{failure['code']}: {failure['title']}.**", ""]
@@ -151,10 +152,12 @@ def _printed(cell: dict[str, Any]) -> str:
 def _fitted(markdown: str, path: str) -> str:
     """The Markdown of a notebook with its links as they have to be in the folder `failures`."""
 
-    def fitted(found: re.Match[str]) -> str:
-        to = found[1]
-        if to.startswith("#"):
-            return f"](../{path}{to})"
-        return f"](../notebooks/{to})" if not to.startswith("../") else f"]({to})"
+    def fitted(link: re.Match[str]) -> str:
+        target = link[1]
+        if target.startswith("#"):  # a section of the same notebook
+            return f"](../{path}{target})"
+        if target.startswith("../"):  # from `failures` it leads to the same place
+            return f"]({target})"
+        return f"](../notebooks/{target})"
 
     return _LINK.sub(fitted, markdown)

@@ -103,10 +103,13 @@ def install(checkout):
     if not wanted:
         return
     installed.pop("amp-lab", None)
-    kept = [f"{name}=={at}" for name, at in installed.items() if VERSION.fullmatch(at)]
+    pins = []  # such as "numpy==2.3.0"; pip refuses versions of another form
+    for name, version in installed.items():
+        if VERSION.fullmatch(version):
+            pins.append(f"{name}=={version}")
     with tempfile.TemporaryDirectory() as scratch:
         constraints = Path(scratch) / "installed.txt"
-        constraints.write_text("\n".join(kept))
+        constraints.write_text("\n".join(pins))
         command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
         command += ["--constraint", str(constraints), *wanted]
         done = subprocess.run(command, capture_output=True, text=True)
@@ -114,7 +117,8 @@ def install(checkout):
         lines = done.stderr.strip().splitlines()
         errors = [line for line in lines if line.startswith("ERROR: ")] or lines[-1:]
         reason = errors[0].replace("ERROR: ", "")
-        advice = next(text for found, text in ADVICE.items() if re.search(found, done.stderr))
+        # The first that fits; the last one, "", always does.
+        advice = next(text for said, text in ADVICE.items() if re.search(said, done.stderr))
         raise SetupError(f"cannot install {', '.join(wanted)} ({reason}): {advice}")
     importlib.invalidate_caches()
 

@@ -130,7 +130,7 @@ def _kill(settings: Settings) -> Iterator[Figure]:
             time.sleep(0.05)
         process.kill()
     was_killed = process.returncode == -signal.SIGKILL
-    yield Figure("was killed", was_killed, is_met=process.returncode < 0)
+    yield Figure("was killed", was_killed, is_met=process.returncode < 0)  # ended by a signal
     resumed = subprocess.run([*train, "--resume"])
     yield Figure("exit code of the resumed run", resumed.returncode, resumed.returncode == 0)
     rows = len((run / "metrics.csv").read_text().splitlines()) - 1  # without the header

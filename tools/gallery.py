@@ -156,12 +156,12 @@ def figure(device: str, place: str) -> str:
         entry = _inside(entry, key)
         if isinstance(entry, dict):
             is_trusted = entry.get("trusted", is_trusted)
-    median = entry.get("median", entry.get("ratio"))
+    median = entry.get("median", entry.get("ratio"))  # the name of the figure in files of peers
     if median is None:  # not measured there, or it could not run
         return NOTHING
     low, high = entry["interval"]
     text = f"{median:.2f} ({low:.2f} to {high:.2f})"
-    if place.endswith(("share of a step", "looks alone")):
+    if place.endswith(("share of a step", "looks alone")):  # a part of a step's time, not a ratio
         text = f"{100 * median:.2g} % ({100 * low:.2g} to {100 * high:.2g})"
     if not is_trusted:
         text += ", not trusted"
@@ -194,8 +194,8 @@ def costs() -> str:
 def with_tables(text: str) -> str:
     """The text of the README with its tables made anew from the files."""
     tables = {"gallery": gallery(), "costs": costs()}
-    for name, made in tables.items():
+    for name, new_table in tables.items():
         before, begin, rest = text.partition(BEGIN.format(name))
         _, end, after = rest.partition(END.format(name))
-        text = f"{before}{begin}\n\n{made}\n\n{end}{after}"
+        text = f"{before}{begin}\n\n{new_table}\n\n{end}{after}"
     return text

@@ -99,15 +99,23 @@ def complaints(
 
 def without_marks(text: str, keys: Iterable[str]) -> str:
     """The text without the marks of `keys`, and without the blank before each."""
-    gone = set(keys)
+    keys_to_remove = set(keys)
 
-    def kept(found: re.Match) -> str:
-        return "" if found["key"] in gone else found[0]
+    def without_mark(mark_and_blank: re.Match) -> str:
+        if mark_and_blank["key"] in keys_to_remove:
+            return ""
+        return mark_and_blank[0]
 
-    # What ends a sentence after it stays where the sentence ends, also over the end of a line.
     link = _LINK.pattern
-    for around in (rf"(?: |\n(?:# )?){link}(?=[.,;:)])", rf" {link}", rf"{link} ?"):
-        text = re.sub(around, kept, text)
+    marks_with_blanks = (
+        # Before the end of a sentence: with the blank or the line end before it, so that the full
+        # stop follows the last word.
+        rf"(?: |\n(?:# )?){link}(?=[.,;:)])",
+        rf" {link}",  # inside of a sentence
+        rf"{link} ?",  # at the start of a line
+    )
+    for pattern in marks_with_blanks:
+        text = re.sub(pattern, without_mark, text)
     return text
 
 

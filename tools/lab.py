@@ -92,11 +92,13 @@ def port_problem(ip: str, port: str) -> str | None:
         return f"--port {port}: a port is a whole number from 1 to 65535"
     if not ip:
         return "--ip needs an address, 127.0.0.1 for one"
+    host = "0.0.0.0" if ip == "*" else ip  # all addresses
     try:
-        family, *_, address = socket.getaddrinfo("0.0.0.0" if ip == "*" else ip, int(port))[0]
+        family, *_, address = socket.getaddrinfo(host, int(port))[0]
     except OSError:
         return f"--ip {ip}: this is no address of this machine"
     try:
+        # Two parts of it, host and port; an IPv6 address has four.
         with socket.create_server(address[:2], family=family):
             return None
     except OSError as error:
@@ -113,16 +115,17 @@ def folder_problem(folder: Path) -> str | None:
     except OSError as error:
         if not folder.exists() or not hasattr(os, "geteuid"):
             return f"nothing can be saved in {folder} ({error.strerror})"
-        owner, mine = folder.stat(), f"{os.geteuid()}:{os.getegid()}"
+        owner = folder.stat()
+        server_user = f"{os.geteuid()}:{os.getegid()}"
         if owner.st_uid == 0:
             return (
                 f"nothing can be saved in {folder} ({error.strerror}): it belongs to root. Give it "
-                f"to the user that this server runs as: chown -R {mine} notebooks data"
+                f"to the user that this server runs as: chown -R {server_user} notebooks data"
             )
         return (
             f"nothing can be saved in {folder} ({error.strerror}): it belongs to "
-            f"{owner.st_uid}:{owner.st_gid}, this server runs as {mine}. In a container, set "
-            f"AMP_LAB_UID={owner.st_uid} and AMP_LAB_GID={owner.st_gid}, and mount it writable"
+            f"{owner.st_uid}:{owner.st_gid}, this server runs as {server_user}. In a container, "
+            f"set AMP_LAB_UID={owner.st_uid} and AMP_LAB_GID={owner.st_gid}, and mount it writable"
         )
 
 

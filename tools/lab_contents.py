@@ -39,10 +39,11 @@ class Contents(AsyncLargeFileManager):
         if model.get("type") == "notebook" and model.get("content"):
             metadata = model["content"]["metadata"]
             metadata.pop("language_info", None)
-            for name in FILTERS & metadata.get("jupytext", {}).keys():
-                del metadata["jupytext"][name]
-            if not metadata.get("jupytext", True):
-                del metadata["jupytext"]
+            if "jupytext" in metadata:
+                for name in FILTERS:
+                    metadata["jupytext"].pop(name, None)
+                if not metadata["jupytext"]:  # nothing else was in it
+                    del metadata["jupytext"]
         return await super().save(model, path)
 
 

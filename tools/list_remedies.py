@@ -50,16 +50,17 @@ def main() -> int:
     """Print the list; return 0, or 1 if one has no test."""
     for folder in ("tests/support", "tests/remedies"):
         sys.path.append(str(ROOT / folder))
-    tests, without = importlib.import_module("remedy_tests").remedies_tested(), []
-    for code, found in sorted(all_remedies().items()):
-        print(f"{code}: {found.when}\n    {found.text}")
+    tests = importlib.import_module("remedy_tests").remedies_tested()  # names of tests, by code
+    without_test = []
+    for code, remedy in sorted(all_remedies().items()):
+        print(f"{code}: {remedy.when}\n    {remedy.text}")
         for test in tests.get(code, []):
             print(f"    {test}")
         if code not in tests:
-            without.append(code)
-    missing = f": {', '.join(without)}" if without else ""
-    print(f"{len(REMEDIES)} remedies, {len(without)} without a test{missing}")
-    return int(bool(without))
+            without_test.append(code)
+    names = f": {', '.join(without_test)}" if without_test else ""
+    print(f"{len(REMEDIES)} remedies, {len(without_test)} without a test{names}")
+    return 1 if without_test else 0
 
 
 if __name__ == "__main__":

@@ -129,8 +129,11 @@ def _files_of_folders(package: Path, notebooks: list[Path]) -> Iterator[str]:
         for found in _imports(path):
             folder = _folder_of_module(package, found.module)
             place = package.joinpath(*folder.split("."))
-            files = {name for name in found.names if (place / f"{name}.py").exists()}
-            is_file = found.module != folder or bool(files - _names_exported(place))
+            # `from amp_lab.folder.file import name`, or `from amp_lab.folder import file`, unless
+            # the folder exports a name that is also that of a file.
+            names_of_files = {name for name in found.names if (place / f"{name}.py").exists()}
+            imports_files = bool(names_of_files - _names_exported(place))
+            is_file = found.module != folder or imports_files
             if is_file and found.module.partition(".")[0] != "core":
                 yield (
                     f"{path.name}:{found.line}: imports a file of amp_lab.{folder}; take what it "
@@ -172,8 +175,11 @@ def _wrong_imports(package: Path) -> Iterator[str]:
                         f"{place}:{found.line}: {here}/ imports {target}/, which is above it in "
                         "ARCHITECTURE.md; move what it needs further down"
                     )
-            is_around = found.module.startswith(f"{here}.") and len(inside) > 1
-            if is_around and _folder_of_module(package, found.module) == here:
+            # A module of train/data/ takes nothing from a file of train/, such as train/run.py.
+            is_in_inner_folder = len(inside) > 1
+            is_from_here = found.module.startswith(f"{here}.")
+            is_of_file = is_from_here and _folder_of_module(package, found.module) == here
+            if is_in_inner_folder and is_of_file:
                 yield f"{place}:{found.line}: imports a file of {here}/, which holds its folder"
 
 

@@ -37,7 +37,9 @@ class Minutes(NamedTuple):
 
 def minutes(source: Path) -> Minutes:
     """How long the notebook takes to read."""
-    core, optional, is_optional = 0.0, 0.0, False
+    core = 0.0
+    optional = 0.0
+    is_optional = False  # whether the present section is; code cells belong to it too
     for cell_type, text in _parts_before_the_exercises(source):
         if cell_type == "code":
             amount = _code_minutes(text)
@@ -71,16 +73,20 @@ def _code_minutes(code: str) -> float:
 
 
 def _words(text: str) -> int:
-    return len(WORD.findall(LINK.sub("]", INDEX_ROW.sub("", COMMENT.sub("", text)))))
+    """The number of words that are read in Markdown: no comments, index rows and addresses."""
+    text = COMMENT.sub("", text)
+    text = INDEX_ROW.sub("", text)
+    text = LINK.sub("]", text)
+    return len(WORD.findall(text))
 
 
 def with_minutes(readme: str) -> str:
     """The README with the minutes of its table as they are."""
 
     def row(match: re.Match[str]) -> str:
-        return (
-            f"{match[1]}{round(minutes(build_pairs.FOLDER / f'{match[2]}.py').core)} min{match[3]}"
-        )
+        source = build_pairs.FOLDER / f"{match[2]}.py"
+        rounded = round(minutes(source).core)
+        return f"{match[1]}{rounded} min{match[3]}"
 
     return ROW.sub(row, readme)
 

@@ -104,7 +104,7 @@ def record_device(
     except OSError as error:
         raise OptionError(f"{out}: cannot be written ({error.strerror})") from error
     try:
-        gpu_of_result(device_name(chosen), backend_name(chosen))
+        gpu_of_result(device_name(chosen), backend_name(chosen))  # only to see if it is known
     except OptionError as error:
         print(f"{error}: its rates cannot be checked; add a row to src/amp_lab/core/gpus.py")
     folder = Path(tempfile.mkdtemp(prefix="amp-lab-record-"))  # removed only after success

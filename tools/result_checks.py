@@ -119,7 +119,7 @@ def _beside_the_table(results: Results, gpu: Gpu) -> _Refusals:
     rates = {name: rate for name, rate in results.flops_per_s.items() if rate is not None}
     if "tf32" in rates and "tf32" not in gpu.architecture.matmuls:
         yield "flops_per_s.tf32", f"{gpu.name} has no TF32"
-    peak = gpu.rates.get(16)
+    peak = gpu.rates.get(16)  # of matmuls in 16 bits, in FLOP/s
     if peak is not None:
         for name, rate in rates.items():
             if rate > _ABOVE_PEAK_RATE * peak:

@@ -100,15 +100,20 @@ def _of_failure(page: str, failure: dict[str, Any], markdown: str) -> Section:
 
 def _of_page(page: str, markdown: str, questions: str) -> list[Section]:
     """The sections of a page, each with its heading; the first has the questions as well."""
+    # A comment in code would look like a heading.
     markdown = _FENCE.sub(lambda fence: fence[0].replace("#", " "), markdown)
-    parts = _HEADING.split(markdown)
+    # `split` returns what stands before the first heading, and then for each heading its two groups
+    # and the text below it: "##", heading, text, "##", heading, text.
+    _, *parts = _HEADING.split(markdown)
     title = ""
     found = []
-    for number in range(1, len(parts), 3):
-        heading, text = _plain(parts[number + 1]), _plain(parts[number + 2])
-        anchor = _plain(parts[number + 1]).replace(" ", "-")
-        if not title:
-            title, anchor = heading, ""
+    for heading_markdown, text_markdown in zip(parts[1::3], parts[2::3], strict=True):
+        heading = _plain(heading_markdown)
+        text = _plain(text_markdown)
+        anchor = heading.replace(" ", "-")
+        if not title:  # the first heading is the page's title
+            title = heading
+            anchor = ""
         found.append(Section(page, anchor, title, heading, text, _excerpt(text), questions))
         questions = ""
     return found
@@ -135,5 +140,7 @@ def _markdown(path: Path) -> str:
 
 def _plain(markdown: str) -> str:
     """Markdown as plain text on one line."""
-    text = _LINK.sub(r"\1", _NOISE.sub(" ", markdown))
-    return " ".join(re.sub(r"[`*|]|^```\w*", " ", text).split())
+    text = _NOISE.sub(" ", markdown)
+    text = _LINK.sub(r"\1", text)  # of a link its text alone
+    text = re.sub(r"[`*|]|^```\w*", " ", text)  # marks of code, emphasis and tables
+    return " ".join(text.split())

@@ -187,7 +187,11 @@ def torch_requirements(lock: str) -> list[str]:
     groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["dependency-groups"]
     packages = tomllib.loads(lock)["package"]
     locked = {package["name"]: package["version"] for package in packages}
-    return [f"{entry},<={locked[entry.partition('>')[0]]}" for entry in groups["torch"]]
+    requirements = []
+    for entry in groups["torch"]:  # such as ``torch>=2.11``
+        name, _, _ = entry.partition(">")
+        requirements.append(f"{entry},<={locked[name]}")
+    return requirements
 
 
 if __name__ == "__main__":

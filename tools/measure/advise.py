@@ -54,11 +54,11 @@ class LastOfLstm(nn.Module):
 def convolutions(*widths: int) -> nn.Module:
     """A plain network of 3 x 3 convolutions with batch norm, and a linear head."""
     layers: list[nn.Module] = []
-    before = 3
+    channels = 3
     for width in widths:
-        layers += [nn.Conv2d(before, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU()]
-        before = width
-    layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(before, 10)]
+        layers += [nn.Conv2d(channels, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU()]
+        channels = width
+    layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, 10)]
     return nn.Sequential(*layers)
 
 
@@ -163,7 +163,10 @@ def at_length(
     budget_s: float,
     exchanges: list[float],
 ) -> dict[str, Any]:
-    """The recommended recipe in turns with all the others; `exchanges` is of when it was chosen."""
+    """Time the recommended recipe, `chosen`, in turns with all the others; return a row of figures.
+
+    `exchanges` are the times of `exchange_ms` from before and after `advise` chose it.
+    """
     exchanges = [*exchanges, exchange_ms(device)]
     has_images = any(isinstance(module, nn.Conv2d) for module in call.model.modules())
     steps = {}

@@ -51,9 +51,11 @@ def compare(task: str, old: Path, turns: int) -> dict:
             order.reverse()
         for name, checkout in order:
             seconds[name].append(in_process(task, checkout))
-    ratios = np.array(seconds["new"]) / np.array(seconds["old"])
+    ratios = np.array(seconds["new"]) / np.array(seconds["old"])  # (turns,)
+    # Bootstrap: the 95 % interval of the medians of turns that are drawn with replacement.
     draws = np.random.default_rng(0).integers(turns, size=(10_000, turns))
-    low, high = np.quantile(np.median(ratios[draws], axis=1), [0.025, 0.975])
+    medians = np.median(ratios[draws], axis=1)
+    low, high = np.quantile(medians, [0.025, 0.975])
     return {
         "ratio": float(np.median(ratios)),
         "interval": [float(low), float(high)],
@@ -78,15 +80,15 @@ def in_process(task: str, checkout: Path) -> float:
 
 
 def fastest_call(task: str) -> float:
-    """Seconds of the fastest of some calls; the first ones load what they need."""
-    call = {"xray": xray_call, "memory": memory_call, "fit": fit_call, "migrate": migrate_call}
-    run = call[task]()
+    """Seconds of the fastest of `CALLS` calls, after one that loads what the task needs."""
+    makers = {"xray": xray_call, "memory": memory_call, "fit": fit_call, "migrate": migrate_call}
+    run = makers[task]()
     times = []
     for _ in range(CALLS + 1):
         start = time.perf_counter()
         run()
         times.append(time.perf_counter() - start)
-    return min(times[1:])
+    return min(times[1:])  # without the first call
 
 
 def xray_call():

@@ -183,8 +183,9 @@ def real_activations(model, inputs, precision):
     saved = []
 
     def keep(tensor):
-        saved.append(tensor.detach())
-        return saved[-1]
+        detached = tensor.detach()  # else a node that saves its own output would never be freed
+        saved.append(detached)
+        return detached
 
     hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
     with precision.autocast("cpu"), hooks:

@@ -183,7 +183,7 @@ def watched_steps(model, loss_of):
         optimizer.zero_grad()
         assert finder is None or finder.report is None, finder.report
 
-    tensors = looked_at(step, model)
+    tensors = copies_of_checked_tensors(step, model)
 
     def look():
         for tensor in tensors:
@@ -209,8 +209,8 @@ class EmptyMode(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def looked_at(step, model):
-    """Copies of the tensors that `find_nonfinite` looks at in a step."""
+def copies_of_checked_tensors(step, model):
+    """Copies of the tensors in which `find_nonfinite` looks for inf and NaN during a step."""
     copies = []
 
     def keep(tensor):

@@ -240,10 +240,9 @@ def measure_accuracy(device, model, precisions):
                     RunOptions(str(out), device=device.type),
                     say=lambda line: None,
                 )
-                last_epoch = (out / "metrics.csv").read_text().splitlines()[-1]
-                accuracies.append(
-                    float(last_epoch.split(",")[4])
-                )  # the column of the test accuracy
+                names, *_, last_epoch = (out / "metrics.csv").read_text().splitlines()
+                column = names.split(",").index("test_accuracy")
+                accuracies.append(float(last_epoch.split(",")[column]))
             result[precision] = {"each": accuracies, "mean": statistics.mean(accuracies)}
             print(precision, result[precision], flush=True)
     return {"model": model, **result}
