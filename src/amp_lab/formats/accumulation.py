@@ -56,6 +56,7 @@ def hopper_matmul(left: Tensor, right: Tensor, *, fast_accum: bool = True) -> Te
             f"hopper_matmul: rows of left have {left.shape[1]} values and rows of right "
             f"{right.shape[1]}; the lengths must be equal"
         )
+    # Rows of a piece: with each row of `right`, each has `_PRODUCTS` products at a time.
     rows = max(1, _PIECE // (len(right) * _PRODUCTS))
     pieces = [_matmul(piece, right, fast_accum) for piece in left.split(rows)]
     return torch.cat(pieces)
@@ -85,25 +86,27 @@ def _sample_in_e4m3(operand: Tensor) -> Tensor:
     """At most `_SAMPLE` rows of an operand, evenly spaced, scaled to the range of E4M3."""
     step = math.ceil(len(operand) / _SAMPLE)
     rows = operand.detach()[::step].float()
+    # A row of zeros is divided by `tiny` instead of 0.
     largest = rows.abs().amax(1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
-    return (rows / largest * 448).to(torch.float8_e4m3fn)
+    largest_e4m3 = torch.finfo(torch.float8_e4m3fn).max
+    return (rows / largest * largest_e4m3).to(torch.float8_e4m3fn)
 
 
 def _matmul(left: Tensor, right: Tensor, fast_accum: bool) -> Tensor:
-    """`hopper_matmul` of a piece."""
+    """`hopper_matmul` of a piece of the rows of `left`, without its checks."""
     left_values = _in_groups(left.double())[:, None]  # (rows, 1, groups, 32)
     right_values = _in_groups(right.double())[None]  # (1, columns, groups, 32)
     left_exponents = _in_groups(_exponents(left))[:, None]
     right_exponents = _in_groups(_exponents(right))[None]
-    total = torch.zeros(len(left), len(right), device=left.device)
-    partial = total.double()
+    total = torch.zeros(len(left), len(right), device=left.device)  # in fp32
+    partial = total.double()  # the tensor core's sum, which `_add_shifted` cuts to its places
     for group in range(left_values.shape[2]):
         products = left_values[:, :, group] * right_values[:, :, group]
         exponents = left_exponents[:, :, group] + right_exponents[:, :, group]
         exponents = exponents.where(products != 0, _NO_EXPONENT)
         partial = _add_shifted(products, exponents.amax(-1), partial)
-        summed = (group + 1) * _PRODUCTS
-        if not fast_accum and summed % _PROMOTED == 0:
+        products_so_far = (group + 1) * _PRODUCTS
+        if not fast_accum and products_so_far % _PROMOTED == 0:
             total += partial.float()
             partial = torch.zeros_like(partial)
     return total + partial.float()

@@ -111,8 +111,10 @@ class _Interception(TorchFunctionMode):
             is_written = op == "setitem" or out is tensors[0]
             if is_written:
                 del self._sources[_root(tensors[0])]
-        is_own = "::" in op and None in names  # an op of torch.library on an activation
-        if not is_own and (op not in _MATMULS or self._is_replaceable):
+        # An op of torch.library may multiply; torch's ops do so only if they are in `_MATMULS`.
+        is_custom_op_on_activation = "::" in op and None in names
+        is_unreplaced_matmul = op in _MATMULS and not self._is_replaceable
+        if not is_custom_op_on_activation and not is_unreplaced_matmul:
             return
         for tensor, name in zip(operands, names, strict=True):
             if name and tensor.dim() > 1:

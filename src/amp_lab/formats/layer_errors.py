@@ -64,8 +64,9 @@ class LayerErrors:
         """
         self.signal[which] += squares(exact)
         if which == FORWARD and any(form.matmul == "fp8" for form in self.forms):
+            earlier_signal, earlier_noise = self.hopper_sums
             signal, noise = noise_of_hopper_sums(left, right)
-            self.hopper_sums = (self.hopper_sums[0] + signal, self.hopper_sums[1] + noise)
+            self.hopper_sums = (earlier_signal + signal, earlier_noise + noise)
         if which == GRAD_WEIGHT:
             self.wgrad_rows.add(left.shape[1])
         for operand, values in zip(_OPERANDS[which], (left, right), strict=True):

@@ -30,7 +30,7 @@ def peak_of(values: Tensor) -> float:
     """The largest magnitude over the root mean square; 0 if all values are 0."""
     largest = float(values.abs().max())
     mean_square = squares(values) / values.numel()
-    return largest / math.sqrt(mean_square or 1.0)
+    return largest / math.sqrt(mean_square or 1.0)  # 0 / 1 if all values are 0
 
 
 def squares(values: Tensor) -> float:

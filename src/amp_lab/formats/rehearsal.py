@@ -106,7 +106,7 @@ def rehearse(
     """
     names = dict.fromkeys(("bf16", *formats))  # each once
     forms = [format_of(name) for name in names]
-    row = gpu_of(gpu) if gpu else None
+    gpu_facts = gpu_of(gpu) if gpu else None
     use_class = _use_class(model, use)
     _check_steps(use_class, steps, seeds)
     call = ModelCall(model, inputs, kwargs, loss_fn)
@@ -117,7 +117,7 @@ def rehearse(
     ):
         try:
             runner = Training(call, steps, seeds) if use_class is Training else Inference(call)
-            layers, reports = _rehearse_step(runner, forms, row)
+            layers, reports = _rehearse_step(runner, forms, gpu_facts)
         except AmpLabError:
             raise
         except Exception as error:  # the user's model and loss may raise any exception
@@ -125,7 +125,7 @@ def rehearse(
             reason = with_type(error)
             tip = tip_for(error, model, "rehearse", call.device.type)
             raise TraceError(f"{problem}: {reason}{tip}") from error
-        return _result(runner, layers, reports, row)
+        return _result(runner, layers, reports, gpu_facts)
 
 
 def _result(
@@ -139,7 +139,7 @@ def _result(
     passing = [format_of(report.name) for report in reports if report.passes]
     below_16_bits = [form for form in passing if form.scale != "none"]
     candidates = [form.name for form in sorted(below_16_bits, key=lambda form: form.rank)]
-    best, program = _recommend(use, candidates, layers, watch)
+    best, program = _recommend(use, candidates, layers, watch)  # adds remarks to `watch`
     watch.append(use.limits)
     return use.result(
         type(use.call.model).__name__,

@@ -47,6 +47,7 @@ def applied_loss_scale(args: tuple) -> float | None:
 
 def is_in_scaler(*methods: str) -> bool:
     """Whether one of these methods of a `GradScaler` is among the last ten callers."""
+    # Not more: this runs for many ops, and the scaler calls torch through few functions.
     for frame, _ in itertools.islice(traceback.walk_stack(sys._getframe()), 10):
         is_method = frame.f_code.co_name in methods
         if is_method and isinstance(frame.f_locals.get("self"), torch.amp.GradScaler):

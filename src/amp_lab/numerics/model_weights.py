@@ -37,6 +37,7 @@ def accumulated_into(node: Any, args: tuple) -> Tensor | None:
     if node is None or not node.name().endswith("AccumulateGrad") or len(args) < 2:
         return None
     gradient = node.variable.grad
+    # If the op adds in place to `.grad`, that is its first argument.
     return gradient if gradient is args[0] else None
 
 
@@ -71,13 +72,13 @@ def watch_gathered(
     parameters itself, without calling their hooks. Returns the handle of the hook that calls
     `watch`.
     """
-    seen: set[int] = set()  # ids; FSDP2 keeps a gathered parameter, and gathers into it again
+    watched_ids: set[int] = set()  # FSDP2 keeps a gathered parameter, and gathers into it again
 
     def look(module: nn.Module, args: tuple) -> None:
         for own_name, parameter in module.named_parameters(recurse=False):
             is_gathered = parameter.requires_grad and not is_sharded(parameter)
-            if is_gathered and id(parameter) not in seen:
-                seen.add(id(parameter))
+            if is_gathered and id(parameter) not in watched_ids:
+                watched_ids.add(id(parameter))
                 watch(parameter, f"{name}.{own_name}".lstrip("."))
 
     # FSDP2 gathers in a hook that it put before all others, so this one comes after it.

@@ -422,8 +422,6 @@ def _is_at_a_pole(report: NonfiniteReport) -> bool:
     argument = input_of(report, "self")
     may_be_zero = argument is not None and argument.low <= 0
     if _op_starts_with(report, "pow"):
-        has_negative_exponent = (
-            report.exponent is not None and report.exponent < 0
-        )  # None: a tensor
-        return may_be_zero and has_negative_exponent
+        exponent = report.exponent  # None if it is a tensor
+        return may_be_zero and exponent is not None and exponent < 0
     return may_be_zero and _op_starts_with(report, "log", "reciprocal", "rsqrt")

@@ -103,6 +103,7 @@ class NonfiniteReport:
         lines = [head]
         for label, text in rows:
             start = f"  {label:<{width}}  "
+            # 98 columns, for terminals of 100.
             lines += textwrap.wrap(text, 98, initial_indent=start, subsequent_indent=indent)
         return "\n".join(lines)
 

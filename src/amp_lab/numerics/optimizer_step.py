@@ -42,11 +42,12 @@ class StepWatch:
 
         A parameter that is not in the model has no name in the report.
         """
-        broken, self._broken = self._broken, None
-        if broken is None:
+        broken_before = self._broken
+        self._broken = None  # the step is over
+        if broken_before is None:
             return None
         for group, parameter in _optimized(optimizer):
-            if id(parameter) not in broken and not is_finite(parameter):
+            if id(parameter) not in broken_before and not is_finite(parameter):
                 return _fields(optimizer, group, parameter, model)
         return None
 
@@ -55,9 +56,9 @@ def bypasses_scaler(optimizer: Optimizer, model: nn.Module) -> bool:
     """Whether an optimizer of the model steps now without a `GradScaler`."""
     if is_in_scaler("step", "_maybe_opt_step"):
         return False
-    of_model = {id(parameter) for parameter in model.parameters()}
-    optimized = {id(parameter) for _, parameter in _optimized(optimizer)}
-    return not of_model.isdisjoint(optimized)
+    ids_in_model = {id(parameter) for parameter in model.parameters()}
+    ids_in_optimizer = {id(parameter) for _, parameter in _optimized(optimizer)}
+    return not ids_in_model.isdisjoint(ids_in_optimizer)
 
 
 def _optimized(optimizer: Optimizer) -> list[tuple[dict[str, Any], Tensor]]:

@@ -53,7 +53,9 @@ class ScaleLog:
             raise NumericsError(
                 f"ScaleLog: the scaler must be a torch.amp.GradScaler, not {type(scaler).__name__}"
             )
-        if isinstance(getattr(vars(scaler).get("update"), "__self__", None), ScaleLog):
+        # An open ScaleLog has put its own method in place of `update`; see the end of this method.
+        method_of_scaler = vars(scaler).get("update")
+        if isinstance(getattr(method_of_scaler, "__self__", None), ScaleLog):
             raise NumericsError(
                 "ScaleLog: this scaler already has an open ScaleLog. Close that ScaleLog first."
             )

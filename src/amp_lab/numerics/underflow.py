@@ -203,7 +203,8 @@ class UnderflowReport(Printed):
         if self.unused:
             lines.append(f"The loss does not use these parameters: {listed(self.unused)}.")
         if total.sample:
-            # For a share p of n values it is 2 sqrt(p (1 - p) / n), which is at most 1 / sqrt(n).
+            # Two standard deviations of a share p of n values are 2 sqrt(p (1 - p) / n), which is
+            # at most 1 / sqrt(n).
             off = f"{100 / total.sample**0.5:.2f} percentage points (95 %)"
             lines.append(f"Large gradients were sampled, so shares may be off by {off}.")
         return lines
