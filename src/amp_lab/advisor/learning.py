@@ -86,7 +86,8 @@ class Learning:
         self._noisy = Candidate(Recipe(TRAINING))
         self._run(self._fp32, steps=2)  # only to time a step
         run_s = seconds / 8  # for each of about eight runs; a slow model gets fewer steps
-        steps_in_time = int(run_s / max(self._fp32.seconds, 1e-4))
+        step_s = max(self._fp32.seconds, 1e-4)  # never zero, whatever the clock says
+        steps_in_time = int(run_s / step_s)
         self._steps = max(3, min(_STEPS, steps_in_time))
         self._gradients = self._run(self._fp32, steps=self._steps).gradients
         noisy_gradients = self._run(self._noisy, steps=self._steps, noisy=True).gradients
@@ -133,11 +134,11 @@ class Learning:
         up to `_MOST_SKIPPED` times. If all steps were skipped, there are no losses and no
         gradients. Raises `TooSlow` if a step takes longer than `step_limit_s`.
         """
-        torch.manual_seed(int(noisy))  # a noisy run draws other dropout masks
+        torch.manual_seed(1 if noisy else 0)  # a noisy run draws other dropout masks
         step = Step(self._call, candidate.recipe, self._device, self._scale, _RATE)
         if noisy:
             step.add_noise()
-        scaler = step.names.get("scaler")
+        scaler = step.names.get("scaler")  # None in a recipe without a loss scale
         losses: list[float] = []
         gradients: list[Tensor] = []
         seconds: list[float] = []
@@ -188,7 +189,8 @@ class Learning:
         if self.noise > CHAOTIC:
             candidate.against_fp32 += f" (noise alone: {self.noise:.0%})"
             # The direction of fp32's gradients is random too, so only their size is compared.
-            size = norm(gradients) / (norm(self._gradients) or 1.0)
+            fp32_norm = norm(self._gradients) or 1.0  # 1.0 avoids a division by zero
+            size = norm(gradients) / fp32_norm
             if not 0.5 <= size <= 2:
                 candidate.reason = f"the gradients are {size:.2g} times as large as in fp32"
             return

@@ -68,6 +68,7 @@ class Outlook:
         raised = self.raises.get((recipe.use, recipe.precision))
         if raised and recipe.autocasts:
             return "raises", raised
+        # Where the forecast or the memory of the device is unknown, every recipe fits.
         peak = self.memory_of(recipe).peak_bytes or 0
         usable = (1 - _RESERVE) * (self.memory_bytes or math.inf)
         excess = peak - usable

@@ -103,8 +103,9 @@ class Advice(Printed):
 
     def _contents(self) -> dict[str, Any]:
         """All fields for JSON; recipes are given by name."""
+        recommended = None if self.recommended is None else self.recommended.name
         return vars(self) | {
-            "recommended": self.recommended and self.recommended.name,
+            "recommended": recommended,
             "chosen": {use: candidate.name for use, candidate in self.chosen.items()},
             "candidates": [vars(c) | {"name": c.name} for c in self.candidates],
         }

@@ -150,7 +150,7 @@ def measured(call: ModelCall, outlook: Outlook, seconds: float, beginning: str =
     report = describe_device(outlook.device)
     _require_memory(outlook, report.memory_bytes)
     stages = tqdm(total=4, unit="stage", leave=False, disable=None)  # shown on a terminal alone
-    watch: list[str] = []  # remarks for the user
+    watch: list[str] = []  # remarks for the user; `run_baseline` and `_write_programs` add to it
     if outlook.problem:
         watch.append(f"No forecast: {outlook.problem}.")
     watch += [f"The forecast: {line}" for line in outlook.decisions]

@@ -68,6 +68,7 @@ class BenchComparison(Printed):
                 if speedup is None:
                     continue
                 so_far = best_of_result.get(row.title)
+                # `_rank` places each trusted speed-up above all others.
                 if so_far is None or _rank(speedup) > _rank(so_far):
                     best_of_result[row.title] = speedup
         return dict(zip(self.names, best, strict=True))

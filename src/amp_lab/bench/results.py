@@ -197,13 +197,13 @@ class Results(Printed, Ceilings):
         rounds = sum(row.rounds for row in timed.values())
         busy_rounds = f"{disturbed} of {plural(rounds, 'round')}"
         doubts = [f"Something else used this machine in {busy_rounds}."]
-        settings: dict[tuple[str, str], list[str]] = {}  # by title and reason
+        settings_by_doubt: dict[tuple[str, str], list[str]] = {}  # by title and reason
         for row in self.rows:
             if row.status == "ok" and not row.trusted:
                 title_and_reason = (row.title, row.reason)
-                settings.setdefault(title_and_reason, []).append(row.setting)
-        for (title, reason), distrusted in settings.items():
-            names = f"{title}, {listed(distrusted)}"
+                settings_by_doubt.setdefault(title_and_reason, []).append(row.setting)
+        for (title, reason), settings in settings_by_doubt.items():
+            names = f"{title}, {listed(settings)}"
             doubts.append(f"Not trusted (marked with ?): {names}. Reason: {reason}.")
         return doubts
 

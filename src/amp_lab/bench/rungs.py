@@ -285,7 +285,7 @@ def make_step(ladder: Ladder, rung: Rung) -> RungStep:
             break
     if call.loss_fn is not None and workload.trains:
         model = _WithLoss(model, call.loss_fn)
-    # The output of the model is the loss already.
+    # The output of the model is the loss already. Inference never calls `loss_fn`.
     call = replace(call, model=model, loss_fn=lambda output: output)
     step = Step(call, recipe, ladder.device, _INITIAL_SCALE, problem.lr, "Adam")
     by_hand = rung.by_hand(workload)
@@ -322,7 +322,8 @@ def _step_by_hand(
     """A training step by hand, with the model, the inputs and the optimizer of another step."""
     optimizer = step.names["optimizer"]
     (inputs,) = step.call.args
-    forward_backward = by_hand(step.model.model, precision.dtype)
+    model_without_loss = step.model.model  # the model inside `_WithLoss`
+    forward_backward = by_hand(model_without_loss, precision.dtype)
 
     def call() -> Tensor:
         loss = forward_backward(inputs, problem.target)

@@ -224,13 +224,13 @@ def _choose_rungs(ladder: Ladder, names: Sequence[str], *, quick: bool) -> list[
 
 def _new_results(report: DeviceReport, ceilings: Ceilings, *, quick: bool, rounds: int) -> Results:
     """Results without rows: the limits of the device, and the environment of the run."""
-    of_this_run: dict[str, str | int | bool] = {"quick": quick, "rounds": rounds}
+    options: dict[str, str | int | bool] = {"quick": quick, "rounds": rounds}
     trusted = ceilings.trusted and report.trusted
     return Results(
         ceilings.flops_per_s,
         ceilings.stream_bytes_per_s,
         trusted,
-        environment=environment_of(report) | of_this_run,
+        environment=environment_of(report) | options,
         rows=[],
         complete=False,
     )

@@ -295,7 +295,8 @@ def _weight_grad(
 ):
     """Write one block of the weight gradient dz.T @ activation, summed over a share of the tiles.
 
-    `dw` is (shares, C, C), and `tiles` the number of all tiles.
+    `dw` is (shares, C, C), and `tiles` the number of all tiles. The block has the rows `n` (columns
+    of dz) and the columns `k` (columns of the activation).
     """
     above, z, rows, below, below_rows = inputs
     share = tl.program_id(2)

@@ -107,7 +107,7 @@ def _matching_modules(eager: Any, compiled: Any) -> dict[str, nn.Module]:
 
     Raises `NumericsError` if it is no model, or if the compiled model has other modules.
     """
-    modules = {}  # and so for a run that is no model, which has no modules to compare
+    modules = {}  # of a run that is no model; they never equal those of the compiled model
     if isinstance(eager, nn.Module):
         modules = dict(eager.named_modules())
     compiled_modules = dict(compiled._orig_mod.named_modules())

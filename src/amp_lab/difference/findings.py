@@ -208,6 +208,7 @@ def _find_stability(alignment: Alignment) -> Iterator[_Finding]:
             continue
         error_of_one_op = format_roundoff + pair.records[0].allowed
         better, worse = sorted(pair.records, key=lambda record: record.error)
+        # If both are inf or NaN, both errors are inf, and the runs do not differ here.
         if worse.nonfinite and better.error < worse.error:
             yield _Finding(worse, "nonfinite", worse.error, predicted=error_of_one_op)
             continue

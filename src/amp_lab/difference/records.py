@@ -47,9 +47,8 @@ class RunLog:
 
     name: str  # "A" or "B"
     records: list[CheckedOp] = field(default_factory=list)
-    result_ops: set[CheckedOp] = field(
-        default_factory=set
-    )  # the ops that computed the run's results
+    result_ops: set[CheckedOp] = field(default_factory=set)
+    """The ops that computed the run's results."""
     leaves: dict[str, Tensor] = field(default_factory=dict)  # parameters and buffers, by name
     unnamed: list[Tensor] = field(default_factory=list)  # inputs, and constants in the code
     format: torch.dtype = torch.float32  # the dtype of autocast, or else of most weights

@@ -136,7 +136,8 @@ def relative_error(result: Tensor, exact: Tensor) -> float:
     error = rms(left - right)
     if math.isnan(error):
         return math.inf
-    return error / (rms(right) or 1.0)  # an error in a result of zeros counts as it is
+    size = rms(right) or 1.0  # if the exact result is all zeros, the error stays absolute
+    return error / size
 
 
 def nonfinite(result: Tensor, exact: Tensor) -> str:
@@ -161,7 +162,8 @@ def nonfinite(result: Tensor, exact: Tensor) -> str:
 def rms(tensor: Tensor) -> float:
     """Root mean square; 0 for an empty tensor."""
     norm = float(torch.linalg.vector_norm(tensor))
-    return norm / math.sqrt(tensor.numel() or 1)
+    count = max(1, tensor.numel())  # the norm of an empty tensor is 0, so any count will do
+    return norm / math.sqrt(count)
 
 
 def widen(tensor: Tensor) -> Tensor:
@@ -181,7 +183,8 @@ def run_in_fp64(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     name = func._schema.name.removeprefix("aten::")
     args, kwargs = tree_map(_widen_setting, (args, kwargs))
     if name in ("_softmax", "_log_softmax"):
-        args = (*args[:2], False)  # half_to_float, which takes no fp64
+        tensor, dim, _half_to_float = args
+        args = (tensor, dim, False)  # True would mean: from fp16 to fp32
     with contextlib.suppress(*_ERRORS_WITHOUT_FP64):
         if "dot_product" in name and "attention" in name:
             return _attention(func, args, kwargs)
@@ -236,18 +239,18 @@ def _lstm(inputs: Tensor, *args: Any) -> tuple[Tensor, ...]:
     `inputs` are (T, B, C), and `args` the other arguments of ``mkldnn_rnn_layer``, in its order.
     Returns the outputs (T, B, H), and the last hidden and cell state, (B, H) each.
     """
-    weights = args[:4]  # two weights, and two biases that are unused if `has_biases` is False
+    weights_and_biases = args[:4]  # two weights and two biases
     hidden_and_cell = [state.reshape(1, *state.shape[-2:]) for state in args[4:6]]
     is_backwards = args[6]
     has_biases = args[11]
-    if not has_biases:
-        weights = weights[:2]
+    if not has_biases:  # the op has two biases all the same, but torch.lstm takes none
+        weights_and_biases = weights_and_biases[:2]
     if is_backwards:
         inputs = inputs.flip(0)
     out, hidden, cell = torch.lstm(
         inputs,
         hidden_and_cell,
-        weights,
+        weights_and_biases,
         has_biases,
         num_layers=1,
         dropout=0.0,

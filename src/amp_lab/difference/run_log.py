@@ -225,7 +225,9 @@ class _Recorder(TorchDispatchMode):
         else:
             run = self._run_with_shadows(func, name, args, kwargs)
         if name == "_local_scalar_dense":  # of tensor.item()
-            return run.exact  # so that a branch on this number is the same in both runs
+            # The number from fp64 instead of the run's own, so that a branch on it is the same in
+            # both runs.
+            return run.exact
         self._set_shadows(func, tensors_in(run.out), tensors_in(run.exact))
         self._add_record(func, (args, kwargs), run, merged)
         return run.out
