@@ -30,11 +30,11 @@ def add(commands) -> None:
     option = advise.add_argument
     device = "device to measure (default: AMP_LAB_DEVICE, else the accelerator, else cpu)"
     option("--device", metavar="NAME", help=device)
-    absent = (
+    gpu = (
         "forecast for a GPU that is not in this machine (h100, rtx-4090, t4, …), or for a device "
         "type (cuda, xpu, mps)"
     )
-    option("--for", dest="gpu", metavar="GPU", help=absent)
+    option("--for", dest="gpu", metavar="GPU", help=gpu)
     option(
         "--minutes",
         type=float,
@@ -94,7 +94,8 @@ def _measured_advice(options: argparse.Namespace) -> "Advice":
     # `trace_model` puts hooks on the model, which would be timed and compiled. So the model is
     # measured only now, when they are gone.
     seconds = end - time.perf_counter()
-    timeout = max(options.timeout, 180 * options.minutes)  # three times --minutes, in seconds
+    # In seconds, three times --minutes: to measure, and then to run each of the two programs.
+    timeout = max(options.timeout, 180 * options.minutes)
     with user_code_guard(repr(options.target), timeout):
         return measured(loaded.call, outlook, seconds, _setup_lines(options, loaded))
 

@@ -24,11 +24,11 @@ def add(commands) -> None:
     option = bench.add_argument
     workload = "workload to time; repeat the option for several (default: all)"
     option("--workload", action="append", metavar="NAME", help=workload)
-    low = (
+    precision = (
         "precision to time: fp32, tf32, fp16 or bf16; repeat the option for several (default: all "
         "that the device accelerates)"
     )
-    option("--precision", action="append", metavar="NAME", help=low)
+    option("--precision", action="append", metavar="NAME", help=precision)
     rung = "optimization to time (see --list); repeat the option for several (default: all)"
     option("--rung", action="append", metavar="NAME", help=rung)
     option("--list", action="store_true", help="print the names of workloads and rungs, and stop")
@@ -40,8 +40,8 @@ def add(commands) -> None:
     option("--rounds", type=int, metavar="N", help=rounds)
     device = "device to measure (default: AMP_LAB_DEVICE, else the accelerator, else cpu)"
     option("--device", metavar="NAME", help=device)
-    written = "JSON file to write; the pictures go to the same folder (default: bench.json)"
-    option("--out", default="bench.json", metavar="FILE", help=written)
+    out = "JSON file to write; the pictures go to the same folder (default: bench.json)"
+    option("--out", default="bench.json", metavar="FILE", help=out)
     option("--compare", nargs="+", metavar="FILE", help="compare with the results in these files")
     option("--results", metavar="FILE", help="show the results in this file instead of measuring")
     add_format(bench)

@@ -47,9 +47,11 @@ def add(commands) -> None:
         metavar="B",
         help=f"a second model, as {FORM}; without B, give {_VARIANTS}",
     )
-    which = "of the second run, or of both runs with B or --compile"
-    option("--precision", choices=("fp32", "tf32", "fp16", "bf16"), help=f"precision {which}")
-    option("--device", metavar="NAME", help=f"device {which}: cpu, cuda, xpu or mps")
+    of_which_run = "of the second run, or of both runs with B or --compile"
+    option(
+        "--precision", choices=("fp32", "tf32", "fp16", "bf16"), help=f"precision {of_which_run}"
+    )
+    option("--device", metavar="NAME", help=f"device {of_which_run}: cpu, cuda, xpu or mps")
     option("--compile", action="store_true", help="compile the second run, and compare by module")
     option("--batch-sizes", metavar="N,M", help="compare two batch sizes, in evaluation mode")
     option("--same-weights", action="store_true", help="give B the weights of A")

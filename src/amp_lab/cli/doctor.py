@@ -17,11 +17,11 @@ def add(commands) -> None:
         description="Describe a device, measure which precisions it accelerates, and recommend "
         "one.",
     )
-    names = (
+    device = (
         "device to describe: cpu, cuda, cuda:1, xpu or mps (default: AMP_LAB_DEVICE, else the "
         "accelerator, else cpu)"
     )
-    doctor.add_argument("--device", metavar="NAME", help=names)
+    doctor.add_argument("--device", metavar="NAME", help=device)
     doctor.set_defaults(run=run)
 
 

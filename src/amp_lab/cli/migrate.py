@@ -29,12 +29,14 @@ def add(commands) -> None:
     option("--select", action="append", choices=parts, help=help_text)
     mark = "put a comment above each line of Apex code that you have to change by hand"
     option("--mark", action="store_true", help=mark)
-    say = "print text with a diff (default), or annotations for GitHub"
-    option("--format", choices=["text", "github"], default="text", help=say)
-    one_of = migrate.add_mutually_exclusive_group().add_argument
-    one_of("--write", action="store_true", help="change the files")
-    one_of("--check", action="store_true", help="exit with code 1 if code still needs a change")
-    one_of("--diff", action="store_true", help="print only a patch for `git apply`")
+    output = "print text with a diff (default), or annotations for GitHub"
+    option("--format", choices=["text", "github"], default="text", help=output)
+    exclusive_option = migrate.add_mutually_exclusive_group().add_argument
+    exclusive_option("--write", action="store_true", help="change the files")
+    exclusive_option(
+        "--check", action="store_true", help="exit with code 1 if code still needs a change"
+    )
+    exclusive_option("--diff", action="store_true", help="print only a patch for `git apply`")
     migrate.set_defaults(run=run, needs_torch=False)  # it only reads code
 
 

@@ -20,8 +20,8 @@ def add(commands) -> None:
         choices=("fp16", "bf16"),
         help="autocast's dtype (default: the backend's default)",
     )
-    other = "print only the ops whose rule differs on this other backend"
-    ops.add_argument("--against", metavar="NAME", help=other)
+    against = "print only the ops whose rule differs on this other backend"
+    ops.add_argument("--against", metavar="NAME", help=against)
     add_format(ops)
     ops.set_defaults(run=run)
 

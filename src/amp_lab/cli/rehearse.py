@@ -19,8 +19,8 @@ def add(commands) -> None:
     )
     add_model(rehearse)
     option = rehearse.add_argument
-    several = "formats to try, separated by commas, such as fp8-rowwise,mxfp8,nvfp4"
-    option("--formats", metavar="NAMES", help=several)
+    formats = "formats to try, separated by commas, such as fp8-rowwise,mxfp8,nvfp4"
+    option("--formats", metavar="NAMES", help=formats)
     option(
         "--steps",
         type=int,

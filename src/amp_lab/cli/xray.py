@@ -38,11 +38,11 @@ def add(commands) -> None:
         choices=_DTYPES,
         help="dtype of autocast; fp32 turns autocast off (default: the backend's default)",
     )
-    other = (
+    against = (
         "print only the ops that differ on another device (mps), in another dtype (bf16), or in "
         "both (cpu:bf16)"
     )
-    option("--against", metavar="OTHER", help=other)
+    option("--against", metavar="OTHER", help=against)
     option(
         "--real",
         action="store_true",
@@ -50,15 +50,15 @@ def add(commands) -> None:
     )
     depth = "print the output and the parameters of each module, N levels deep"
     option("--depth", type=_depth, metavar="N", help=depth)
-    sharded = "print the dtypes of each parameter under DDP or FSDP2"
-    option("--parallel", choices=("ddp", "fsdp"), help=sharded)
-    low = (
+    parallel = "print the dtypes of each parameter under DDP or FSDP2"
+    option("--parallel", choices=("ddp", "fsdp"), help=parallel)
+    precision = (
         "with --parallel: precision (default: bf16, or the policy of a model that calls "
         "fully_shard)"
     )
-    option("--precision", choices=_DTYPES, help=low)
-    reduce = "with --parallel: dtype in which gradients are summed (default: fp32)"
-    option("--reduce-dtype", choices=_DTYPES, help=reduce)
+    option("--precision", choices=_DTYPES, help=precision)
+    reduce_dtype = "with --parallel: dtype in which gradients are summed (default: fp32)"
+    option("--reduce-dtype", choices=_DTYPES, help=reduce_dtype)
     xray.set_defaults(run=run)
 
 

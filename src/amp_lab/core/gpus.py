@@ -215,6 +215,7 @@ def gpu_of(name: str) -> Gpu:
 
 def matmuls_of(capability: tuple[int, int]) -> tuple[str, ...]:
     """The formats in which an NVIDIA GPU of a compute capability multiplies faster than in fp32."""
+    # Those of the newest generation whose lowest capability is not above the given one.
     newest = (0, 0)
     matmuls: tuple[str, ...] = ()
     for gpu in GPUS.values():

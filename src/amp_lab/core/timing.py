@@ -56,7 +56,8 @@ def measure(
             f"measure: repeats={repeats} must be at least 1 and warmup={warmup} at least 0"
         )
     device = torch.device(device)
-    if not backend(device).is_host:  # where a collection may take longer than what is timed
+    # On a CPU, whose peak is not measured, a collection may take longer than what is timed.
+    if not backend(device).is_host:
         gc.collect()  # what earlier code left behind is not this function's memory
         torch.accelerator.empty_cache()
     for _ in range(warmup):
@@ -311,7 +312,7 @@ class _Watch:
         # Two or more times for each round, in order; no exchanges on a GPU.
         self.calibrations_s: list[float] = []
         self.exchanges_s: list[float] = []
-        self.start_round()  # this times the matmul and the exchange once
+        self.start_round()  # a first calibration, which also warms up the matmul and the exchange
 
     def start_round(self) -> None:
         """Store when the round begins, and calibrate a first time."""

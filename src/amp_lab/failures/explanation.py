@@ -97,9 +97,10 @@ def read_explanation(text: str, reference: Reference | None = None) -> Explanati
     question = question_of(text)
     recognised = _by_code(text, reference)
     recognised += [found for found in _by_message(text, reference) if found not in recognised]
-    break_ = graph_break(text) if has_subject(question, reference) else None
-    if break_ is not None:
-        recognised.append(break_)
+    if has_subject(question, reference):
+        break_failure = graph_break(text)  # None if the text names no graph break
+        if break_failure is not None:
+            recognised.append(break_failure)
     if recognised:
         return Explanation(tuple(recognised[:MOST]), own_line=own_line, by_message=True)
     results = _by_words(question, reference)
@@ -206,7 +207,11 @@ def question_of(text: str) -> str:
 
 
 def _by_words(question: str, reference: Reference) -> list[dict[str, Any]]:
-    """What the index finds for the words, best first; results of equal score by their key."""
+    """What the index finds for the words, best first; results of equal score by their key.
+
+    Each result of lunr has ``ref``, the key of a failure or page, ``score``, and ``match_data``,
+    whose `metadata` has an entry for each word in common.
+    """
     words = words_to_search(question, reference.synonyms)
     results: list[dict[str, Any]] = reference.index.search(" ".join(words)) if words else []
     results.sort(key=lambda result: (-round(result["score"], 4), result["ref"]))

@@ -138,7 +138,7 @@ class Ranks:
             time.sleep(1)
             raise OtherRankError(f"rank {rank}: {messages[rank]}")
         assert own_error is not None, "this rank has reported an error"
-        names_rank = str(own_error).startswith("rank ")
+        names_rank = str(own_error).startswith("rank ")  # as errors of `require_same` do
         if rank > 0 and isinstance(own_error, AmpLabError) and not names_rank:
             raise type(own_error)(f"rank {rank}: {own_error}") from own_error
         raise own_error

@@ -29,16 +29,16 @@ def errors_by_layer(reports: Sequence[Any]) -> Figure:
     count = len(formats)
     figure, ax = style.subplots(size=(9.0, 4.2))
     for i, format_name in enumerate(formats):
-        of_format = [report for report in reports if report.format == format_name]
+        format_reports = [report for report in reports if report.format == format_name]
         # A layer that the format cannot be used for has no decibels.
-        fitting = [report for report in of_format if report.decibels]
+        measured = [report for report in format_reports if report.decibels]
         options: Options = {
             "color": style.shade(i, count),
             "marker": _MARKS[i % len(_MARKS)],
             "markersize": 5,
         }
         ax.plot([], [], linewidth=1, label=format_name, **options)  # only for the legend
-        _format_line(ax, fitting, names, options)
+        _format_line(ax, measured, names, options)
     every = math.ceil(len(names) / _MAX_NAMES)
     ticks = range(0, len(names), every)
     tick_names = names[::every]

@@ -37,6 +37,7 @@ def gradients_against_fp16(log2_magnitudes: Tensor, scales: Values) -> list[Axes
     `log2_magnitudes` contains log2|gradient| of the nonzero gradients. The axis begins at -60.
     """
     lowest = -60
+    # The name "zero in fp16" stands in the middle of its range, from -60 to -25.
     axes = _fp16_ranges(scales, lowest, name_zero_at=-42)
     bins = range(lowest, RIGHT + 1)
     for ax, scale in zip(axes, scales, strict=True):
