@@ -229,23 +229,23 @@ def sections(docstring: str) -> dict[str, str]:
             lines[heading] = []
         else:
             lines[heading].append(line)
-    found = {}
+    texts = {}
     for heading, text in lines.items():
-        found[heading] = textwrap.dedent("\n".join(text)).strip()
-    return found
+        texts[heading] = textwrap.dedent("\n".join(text)).strip()
+    return texts
 
 
 def items(section: str) -> dict[str, str]:
     """The entries ``name: meaning`` of a section; further lines of an entry are indented."""
-    found: dict[str, str] = {}
+    meanings: dict[str, str] = {}
     name = ""
     for line in section.splitlines():
         if line.startswith(" "):
-            found[name] += f" {line.strip()}"
+            meanings[name] += f" {line.strip()}"
         elif line:
             name, _, meaning = line.partition(": ")
-            found[name] = meaning
-    return found
+            meanings[name] = meaning
+    return meanings
 
 
 def arguments(node: Definition) -> dict[str, str]:
@@ -331,10 +331,11 @@ def _example(text: str, links: dict[str, str]) -> str:
 
 
 def _arguments_table(node: Definition, text: str, links: dict[str, str]) -> str:
+    """The table of the arguments; `text` is the section ``Args`` of the docstring."""
     types = arguments(node)
     rows = []
-    for name, said in items(text).items():
-        rows.append([f"`{name}`", types.get(name, ""), said])
+    for name, meaning in items(text).items():
+        rows.append([f"`{name}`", types.get(name, ""), meaning])
     return _table(["argument", "type, default", "meaning"], rows, links)
 
 

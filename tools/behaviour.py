@@ -142,11 +142,11 @@ def print_differences(before: Path, after: Path) -> int:
     """Print how two recordings differ; return 1 if they do."""
     recorded_before = json.loads(before.read_text(encoding="utf-8"))
     recorded_after = json.loads(after.read_text(encoding="utf-8"))
-    found = list(differences(recorded_before, recorded_after))
-    if not found:
+    lines = list(differences(recorded_before, recorded_after))
+    if not lines:
         print("no difference")
         return 0
-    print("\n".join(found))
+    print("\n".join(lines))
     return 1
 
 
@@ -172,16 +172,16 @@ def support(name: str) -> Any:
 
 def record(parts: list[str], libraries: bool) -> dict[str, dict[str, Any]]:
     """What each part shows: a name for each thing that was done, and its outcome."""
-    found: dict[str, dict[str, Any]] = {}
+    outcomes: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         for part in parts:
-            found[part] = {}
+            outcomes[part] = {}
             for name, outcome in PARTS[part]():
                 print(f"{part}: {name}", file=sys.stderr, flush=True)
-                found[part][cleaned(name, folder)] = cleaned(outcome, folder)
+                outcomes[part][cleaned(name, folder)] = cleaned(outcome, folder)
         if libraries:
-            found["libraries"] = dict(of_libraries())
-    return found
+            outcomes["libraries"] = dict(of_libraries())
+    return outcomes
 
 
 def cleaned(outcome: Any, folder: str) -> Any:
@@ -211,7 +211,10 @@ def of_ops() -> Iterator[tuple[str, Any]]:
 
 
 def of_commands() -> Iterator[tuple[str, Any]]:
-    """Every command on the targets, as it is printed."""
+    """Every command on the targets, as it is printed.
+
+    The commands of `ALONE` read the folder ``migrate``, which is written to the working folder.
+    """
     Path("migrate").mkdir()
     for path in SNIPPETS.glob("*.txt"):
         for number, code in enumerate(programs(path.read_text(encoding="utf-8"))):
@@ -336,11 +339,11 @@ def _lines_of(stream: io.BytesIO) -> list[str]:
 
 def digest(weights: dict[str, Any]) -> str:
     """A digest of tensors and their names."""
-    found = hashlib.sha256()
+    sha256 = hashlib.sha256()
     for name, value in sorted(weights.items()):
-        found.update(name.encode())
-        found.update(value.float().numpy().tobytes())
-    return found.hexdigest()
+        sha256.update(name.encode())
+        sha256.update(value.float().numpy().tobytes())
+    return sha256.hexdigest()
 
 
 def differences(before: Any, after: Any, place: str = "") -> Iterator[str]:

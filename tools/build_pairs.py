@@ -110,10 +110,10 @@ def main(argv: list[str] | None = None) -> int:
 def set_up() -> None:
     """Set what the committed outputs are made with, for the kernels, which inherit it."""
     for name, value in SETTINGS.items():
-        asked = os.environ.get(name) or value
-        if asked != value:
+        from_user = os.environ.get(name) or value
+        if from_user != value:
             raise Problem(
-                f"{name}={asked!r}: committed outputs are made with {name}={value}; unset it"
+                f"{name}={from_user!r}: committed outputs are made with {name}={value}; unset it"
             )
     os.environ.update(SETTINGS)
 

@@ -62,11 +62,11 @@ def sections(root: Path) -> list[tuple[str, list[str]]]:
     settings = tomllib.loads((root / "site" / "contents.toml").read_text(encoding="utf-8"))
     listed = []
     for section in settings["section"]:
-        found: list[str] = []
+        section_pages: list[str] = []
         for pattern in section["pages"]:
-            found += [pattern] if pattern == "api/index.md" else _matching(root, pattern)
-        if found:
-            listed.append((section["caption"], found))
+            section_pages += [pattern] if pattern == "api/index.md" else _matching(root, pattern)
+        if section_pages:
+            listed.append((section["caption"], section_pages))
     known = {page for _, pages in listed for page in pages}
     for pattern in ("notebooks/[0-9]*.ipynb", "docs/*.md", "*.md", "site/playgrounds/*.md"):
         for page in _matching(root, pattern):
@@ -84,9 +84,9 @@ def gather(root: Path, sources: Path) -> None:
     shutil.rmtree(sources, ignore_errors=True)
     bar = sections(root)
     pages = ["README.md", *(page for _, listed in bar for page in listed)]
-    written = [page for page in pages if page != "api/index.md"]
-    stage = _Stage(root, sources, set(written))
-    for page in written:
+    pages_with_source = [page for page in pages if page != "api/index.md"]
+    stage = _Stage(root, sources, set(pages_with_source))
+    for page in pages_with_source:
         stage.add(page)
     for name, text in api_pages.pages(root / "src" / "amp_lab").items():
         _write(sources / "api" / name, text)
@@ -302,8 +302,8 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     missing = [name for name in ("sphinx", "myst_nb", "furo") if not importlib.util.find_spec(name)]
     if missing:
-        said = f"{', '.join(missing)} not installed: run `pdm run sync`"
-        print(f"site: {said}", file=sys.stderr)
+        problem = f"{', '.join(missing)} not installed: run `pdm run sync`"
+        print(f"site: {problem}", file=sys.stderr)
         return 2
     start = time.perf_counter()
     address = options.address

@@ -120,18 +120,18 @@ def measured_here() -> dict[str, Any]:
     Returns the instructions that the process uses and, by case and dtype, the time as a multiple of
     fp32's, or the error of a layer that raises.
     """
-    found: dict[str, dict[str, Any]] = {}
+    times: dict[str, dict[str, Any]] = {}
     for name, (layer, data) in cases().items():
         fp32_s = measure(step(layer, data, None), device=CPU, repeats=15).median_s
-        found[name] = {}
+        times[name] = {}
         for label, dtype in DTYPES.items():
             try:
                 seconds = measure(step(layer, data, dtype), device=CPU, repeats=15).median_s
             except RuntimeError as error:
-                found[name][label] = first_line(error)
+                times[name][label] = first_line(error)
             else:
-                found[name][label] = round(seconds / fp32_s, 2)
-    return {"instructions": matrix_instructions(), "times as long as fp32": found}
+                times[name][label] = round(seconds / fp32_s, 2)
+    return {"instructions": matrix_instructions(), "times as long as fp32": times}
 
 
 def table(results: dict[str, Any], dtype: str) -> list[str]:
@@ -169,10 +169,10 @@ def main() -> int:
         print(run.name, flush=True)
         # A process of its own, since torch reads the limits only when it starts.
         command = [sys.executable, __file__, "--here"]
-        done = subprocess.run(
+        process = subprocess.run(
             command, env=os.environ | run.settings, capture_output=True, text=True, check=True
         )
-        sets[run.name] = json.loads(done.stdout.splitlines()[-1])
+        sets[run.name] = json.loads(process.stdout.splitlines()[-1])
     results = {
         "device": device_name(CPU),
         "torch": torch.__version__,

@@ -87,14 +87,14 @@ def density_of(paths: Iterable[Path]) -> Density:
 def formatted(path: Path) -> str:
     """A file's text as `ruff format` writes it with this project's settings."""
     settings = ["--config", str(ROOT / "pyproject.toml"), "--stdin-filename", path.name]
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", "ruff", "format", *settings, "-"],
         input=path.read_text(encoding="utf-8"),
         capture_output=True,
         text=True,
         check=True,
     )
-    return done.stdout
+    return process.stdout
 
 
 def by_folder(root: Path) -> dict[str, list[Path]]:
@@ -164,6 +164,7 @@ def _is_text(node: ast.expr) -> bool:
 
 
 def _is_nested(node: ast.AST) -> bool:
+    """Whether a node is a comprehension with several ``for``, or with another one inside."""
     if not isinstance(node, COMPREHENSIONS):
         return False
     if len(node.generators) > 1:
@@ -189,9 +190,9 @@ def print_table(roots: list[Path]) -> None:
     for root in roots:
         total = Density()
         for folder, paths in by_folder(root).items():
-            found = density_of(paths)
-            total += found
-            _print_row(f"  {folder}", found)
+            density = density_of(paths)
+            total += density
+            _print_row(f"  {folder}", density)
         _print_row(root.name, total)
 
 
@@ -199,11 +200,11 @@ def _headings() -> str:
     return "".join(f"{heading:>11}" for heading in RATES.values())
 
 
-def _print_row(name: str, found: Density) -> None:
-    rates = "".join(f"{found.per_1000_lines(rate):11.1f}" for rate in RATES)
+def _print_row(name: str, density: Density) -> None:
+    rates = "".join(f"{density.per_1000_lines(rate):11.1f}" for rate in RATES)
     print(
-        f"{name:<24}{found.nodes:>9,}{found.nodes_per_statement:>12.2f}"
-        f"{found.nodes_per_line:>8.2f}{rates}"
+        f"{name:<24}{density.nodes:>9,}{density.nodes_per_statement:>12.2f}"
+        f"{density.nodes_per_line:>8.2f}{rates}"
     )
 
 

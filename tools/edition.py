@@ -74,7 +74,7 @@ def requirements(root: Path = ROOT) -> list[str]:
     """What the package and the notebooks need besides torch, as in pyproject.toml."""
     project = _project(root)
     extras = project["optional-dependencies"]
-    found = list(project["dependencies"])
+    packages = list(project["dependencies"])
     extras_to_read = list(EXTRAS)
     while extras_to_read:
         for requirement in extras[extras_to_read.pop()]:
@@ -83,8 +83,8 @@ def requirements(root: Path = ROOT) -> list[str]:
             if others is not None:
                 extras_to_read += others[1].split(",")
             else:
-                found.append(requirement)
-    return sorted(found)
+                packages.append(requirement)
+    return sorted(packages)
 
 
 def _project(root: Path) -> dict[str, Any]:
@@ -181,11 +181,11 @@ def with_links(text: str, new: Callable[[str, str], str]) -> str:
 
 def _anchors(notebook: dict[str, Any]) -> dict[str, str]:
     """The id of the cell that has the heading, for each anchor as Jupyter makes them."""
-    found: dict[str, str] = {}
+    id_of: dict[str, str] = {}
     for cell in _cells(notebook, "markdown"):
         for heading in HEADING.findall("".join(cell["source"])):
-            found.setdefault(heading.replace(" ", "-"), cell["id"])
-    return found
+            id_of.setdefault(heading.replace(" ", "-"), cell["id"])
+    return id_of
 
 
 def _linked_sections(notebook: dict[str, Any]) -> set[str]:
@@ -221,12 +221,12 @@ def _code_cell(code: str, name: str) -> dict[str, Any]:
 def _commit(root: Path) -> str:
     """The full hash of the commit; empty where there is no repository or no git."""
     try:
-        asked = subprocess.run(
+        process = subprocess.run(
             ["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, check=True
         )
     except (OSError, subprocess.CalledProcessError):
         return ""
-    return asked.stdout.strip()
+    return process.stdout.strip()
 
 
 def write(out: Path, root: Path = ROOT) -> list[Path]:

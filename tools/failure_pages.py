@@ -31,10 +31,10 @@ def read_reference(root: Path) -> dict[str, Any]:
 
 def pages(root: Path) -> dict[str, str]:
     """The text of each page by its path: `failures/AMP0004.md` and so on."""
-    found = {}
+    texts = {}
     for failure in read_reference(root)["failures"]:
-        found[f"failures/{failure['code']}.md"] = _page(root, failure)
-    return found
+        texts[f"failures/{failure['code']}.md"] = _page(root, failure)
+    return texts
 
 
 def data_script(root: Path) -> str:

@@ -64,7 +64,7 @@ def _run(options: argparse.Namespace, settings: Settings) -> list[Outcome]:
 
 def write(outcomes: list[Outcome], settings: Settings) -> None:
     """Write what is known so far, whole or not at all."""
-    found = {
+    record = {
         "schema": "amp-lab first gpu 1",
         "device": settings.device,
         "tiny": settings.tiny,
@@ -73,7 +73,7 @@ def write(outcomes: list[Outcome], settings: Settings) -> None:
     }
     path = settings.out / "first-gpu.json"
     draft = path.with_suffix(".draft")
-    draft.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    draft.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     draft.replace(path)
 
 

@@ -272,7 +272,7 @@ def _article(settings: Settings) -> Iterator[Figure]:
         torch.manual_seed(0)
         model = ConvModel(channels).to(settings.device)
         optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-        scaler = (precision or Precision.FP32).grad_scaler(kind)
+        scaler = (precision or Precision.FP32).grad_scaler(kind)  # does nothing except in fp16
 
         def train(autocast: AbstractContextManager) -> None:
             with autocast:

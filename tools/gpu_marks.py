@@ -57,24 +57,24 @@ def seen(results: Iterable[Path], statements: Mapping[str, Statement]) -> dict[s
 
     A run has shown a statement if all of the statement's parts held in it.
     """
-    shown: dict[str, str] = {}
+    file_of: dict[str, str] = {}
     for path in results:
         result = json.loads(path.read_text(encoding="utf-8"))
         device_type = result["device"].partition(":")[0]
         if result["tiny"] or device_type in ("cpu", "pretend"):
             continue  # a rehearsal
-        held = {part["part"] for part in result["parts"] if part["status"] == "held"}
+        held_parts = {part["part"] for part in result["parts"] if part["status"] == "held"}
         for key, statement in statements.items():
-            if held.issuperset(statement.parts):
-                shown[key] = path.name
-    return shown
+            if held_parts.issuperset(statement.parts):
+                file_of[key] = path.name
+    return file_of
 
 
 def complaints(
     texts: Mapping[Path, str], statements: Mapping[str, Statement], shown: Mapping[str, str]
 ) -> list[str]:
     """What is wrong, a line each: unknown keys, and marks that are missing or to be removed."""
-    said = []
+    problems = []
     marked = set()
     for place, text in texts.items():
         links = list(_LINK.finditer(text))
@@ -84,17 +84,18 @@ def complaints(
             line = text.count("\n", 0, link.start()) + 1
             where = f"{place.name}:{line}"
             if key not in statements:
-                said.append(f"{where}: no statement {key!r} in tools/gpu_marks.py")
+                problems.append(f"{where}: no statement {key!r} in tools/gpu_marks.py")
             elif key in shown:
-                said.append(f"{where}: {shown[key]} has shown {key!r}: remove its mark (--write)")
+                file = shown[key]
+                problems.append(f"{where}: {file} has shown {key!r}: remove its mark (--write)")
             elif f"]({link['to']} " not in mark(key, place):
-                said.append(f"{where}: should be {mark(key, place)}")
+                problems.append(f"{where}: should be {mark(key, place)}")
         if len(links) != len(re.findall(_WORDS, text)):
-            said.append(f"{place.name}: a mark is not written as {mark('KEY', place)}")
+            problems.append(f"{place.name}: a mark is not written as {mark('KEY', place)}")
     for key in statements:
         if key not in marked and key not in shown:
-            said.append(f"{key!r} is in tools/gpu_marks.py and no text carries its mark")
-    return said
+            problems.append(f"{key!r} is in tools/gpu_marks.py and no text carries its mark")
+    return problems
 
 
 def without_marks(text: str, keys: Iterable[str]) -> str:
@@ -138,10 +139,10 @@ def main(argv: list[str] | None = None) -> int:
     results = sorted(RESULTS.glob("*gpu-*.json"))
     shown = seen(results, STATEMENTS)
     if options.check:
-        said = complaints(texts, STATEMENTS, shown)
-        for line in said:
+        problems = complaints(texts, STATEMENTS, shown)
+        for line in problems:
             print(f"gpu_marks: {line}", file=sys.stderr)
-        return 2 if said else 0
+        return 2 if problems else 0
     if options.write:
         _remove_marks(texts, shown)
     else:

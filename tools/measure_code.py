@@ -48,9 +48,9 @@ def main() -> int:
         print(f"{name:<46}{value:>8}")
     print()
     density.print_table([PACKAGE, COURSE, ROOT / "tools"])
-    found = complaints(PACKAGE, NOTEBOOKS)
-    print("\n".join(found))
-    return 1 if found else 0
+    problems = complaints(PACKAGE, NOTEBOOKS)
+    print("\n".join(problems))
+    return 1 if problems else 0
 
 
 def complaints(package: Path, notebooks: list[Path]) -> list[str]:
@@ -98,13 +98,13 @@ def _pairs_of_folders(package: Path) -> set[tuple[str, str]]:
 
 def branching_functions(package: Path) -> list[str]:
     """The functions, methods and classes whose complexity is over the limit, with their places."""
-    found = []
+    lines = []
     for path, blocks in _radon("cc", "--json", package).items():
         for block in blocks:
             if block["complexity"] > MAX_COMPLEXITY:
                 place = f"{Path(path).relative_to(package.parent)}:{block['lineno']}"
-                found.append(f"{place}: {block['name']} has complexity {block['complexity']}")
-    return found
+                lines.append(f"{place}: {block['name']} has complexity {block['complexity']}")
+    return lines
 
 
 def _comments(package: Path) -> tuple[int, int]:
@@ -114,13 +114,14 @@ def _comments(package: Path) -> tuple[int, int]:
 
 
 def _radon(*command: object) -> dict:
-    done = subprocess.run(
+    """What a command of radon prints as JSON: by the path of a file, what it has counted there."""
+    process = subprocess.run(
         [sys.executable, "-m", "radon", *map(str, command)],
         capture_output=True,
         text=True,
         check=True,
     )
-    return json.loads(done.stdout)
+    return json.loads(process.stdout)
 
 
 def _files_of_folders(package: Path, notebooks: list[Path]) -> Iterator[str]:

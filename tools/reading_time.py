@@ -102,11 +102,11 @@ def main() -> None:
     total = Minutes(0, 0)
     for source in build_pairs.find(options.names):
         lines = len(source.read_text(encoding="utf-8").splitlines())
-        found = minutes(source)
-        optional = f"{found.optional:6.1f} min optional" if found.optional else ""
-        print(f"{source.stem:<30} {found.core:5.1f} min {lines:6} lines{optional}")
+        needed = minutes(source)
+        optional = f"{needed.optional:6.1f} min optional" if needed.optional else ""
+        print(f"{source.stem:<30} {needed.core:5.1f} min {lines:6} lines{optional}")
         if not build_pairs.is_reference(source):
-            total = Minutes(total.core + found.core, total.optional + found.optional)
+            total = Minutes(total.core + needed.core, total.optional + needed.optional)
     both = total.core + total.optional
     print(f"together {total.core:.0f} min, with optional text {both:.0f} min, without 08a to 08h")
 

@@ -96,33 +96,34 @@ def record_device(
         OptionError: If the file cannot be written, or if every part failed.
         DeviceError: If the device is not in this machine.
     """
-    chosen = pick_device(device)
-    name = name or slug(chosen)
+    torch_device = pick_device(device)
+    name = name or slug(torch_device)
     out = (out or Path(f"recorded-{name}.json")).resolve()
     try:
         try_to_write(out)
     except OSError as error:
         raise OptionError(f"{out}: cannot be written ({error.strerror})") from error
     try:
-        gpu_of_result(device_name(chosen), backend_name(chosen))  # only to see if it is known
+        # Only to see if the GPU is known.
+        gpu_of_result(device_name(torch_device), backend_name(torch_device))
     except OptionError as error:
         print(f"{error}: its rates cannot be checked; add a row to src/amp_lab/core/gpus.py")
     folder = Path(tempfile.mkdtemp(prefix="amp-lab-record-"))  # removed only after success
-    outcomes = run_parts(list(parts), Settings(str(chosen), tiny, folder), 60 * minutes)
-    found = {}
+    outcomes = run_parts(list(parts), Settings(str(torch_device), tiny, folder), 60 * minutes)
+    results = {}
     for outcome in outcomes:
         path = folder / f"{outcome.part}.json"
         if outcome.status == "held" and path.exists():
             path = path.rename(folder / f"{outcome.part}-{name}.json")
-            found[path.name] = read_json(path)
-    if not found:
+            results[path.name] = read_json(path)
+    if not results:
         raise OptionError(f"nothing was measured; the output of each part is in {folder}")
-    content = {"schema": SCHEMA, "results": found}
+    content = {"schema": SCHEMA, "results": results}
     try:
         save(out, [json.dumps(content, indent=1, ensure_ascii=False).encode() + b"\n"])
     except OptionError as error:
         raise OptionError(f"{error}; the results are kept in {folder}") from error
-    _show([folder / file for file in found], out, name)
+    _show([folder / file for file in results], out, name)
     shutil.rmtree(folder)
     return out
 
@@ -180,7 +181,7 @@ def add_recording(path: Path) -> list[Path]:
     results = content.get("results")
     if not isinstance(results, dict) or not results:
         raise OptionError(f"{path}: results: there are none")
-    written = []
+    copies = []
     with tempfile.TemporaryDirectory() as folder:
         for name, result in results.items():
             if not _NAME.fullmatch(name):
@@ -188,10 +189,10 @@ def add_recording(path: Path) -> list[Path]:
             copy = Path(folder) / name
             copy.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", "utf-8")
             check_result(copy)
-            written.append(copy)
-        for copy in written:
+            copies.append(copy)
+        for copy in copies:
             save(gallery.RESULTS / copy.name, [copy.read_bytes()])
-    return [gallery.RESULTS / copy.name for copy in written]
+    return [gallery.RESULTS / copy.name for copy in copies]
 
 
 def write_tables() -> None:

@@ -42,9 +42,9 @@ def data_script(root: Path, sources: Path) -> str:
     from amp_lab.failures.words import terms_of
 
     reference = failure_pages.read_reference(root)
-    found = sections(sources, reference)
+    all_sections = sections(sources, reference)
     documents = []
-    for number, section in enumerate(found):
+    for number, section in enumerate(all_sections):
         fields = {name: getattr(section, name) for name in _FIELDS}
         terms = {
             name: " ".join(terms_of(text, reference["synonyms"])) for name, text in fields.items()
@@ -58,7 +58,7 @@ def data_script(root: Path, sources: Path) -> str:
     for document in documents:
         builder.add(document)
     index = builder.build().serialize()
-    shown = [[s.page, s.anchor, s.title, s.heading, s.excerpt] for s in found]
+    shown = [[s.page, s.anchor, s.title, s.heading, s.excerpt] for s in all_sections]
     data = json.dumps({"sections": shown, "index": index}, ensure_ascii=False)
     return f'"use strict";\nconst AmpSearchData = {data};\n'
 
@@ -67,22 +67,22 @@ def sections(sources: Path, reference: dict[str, Any]) -> list[Section]:
     """The sections of all pages among the sources of the site."""
     failures = {failure["code"]: failure for failure in reference["failures"]}
     questions = reference["questions"]
-    found: list[Section] = []
+    all_sections: list[Section] = []
     for path in sorted([*sources.rglob("*.md"), *sources.rglob("*.ipynb")]):
         name = path.relative_to(sources).as_posix()
         page = re.sub(r"\.(md|ipynb)$", ".html", name)
         failure = failures.get(path.stem)
         if failure is not None:
-            found.append(_of_failure(page, failure, _markdown(path)))
+            all_sections.append(_of_failure(page, failure, _markdown(path)))
         elif not name.startswith("notebooks/08"):  # its failures have pages of their own
             questions_of_page = questions.get(page.removesuffix(".html"), [])
             sections_of_page = _of_page(page, _markdown(path), " ".join(questions_of_page))
-            found += sections_of_page
+            all_sections += sections_of_page
             # A question is also searched alone, so that the other questions do not dilute it.
             first = sections_of_page[0]
             for question in questions_of_page:
-                found.append(replace(first, heading="", text="", messages=question))
-    return found
+                all_sections.append(replace(first, heading="", text="", messages=question))
+    return all_sections
 
 
 def _of_failure(page: str, failure: dict[str, Any], markdown: str) -> Section:

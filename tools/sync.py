@@ -41,11 +41,12 @@ FOR_CUDA = ("triton", "nvidia-", "cuda-")  # how the names of the lock's other p
 def main(arguments: list[str] | None = None) -> int:
     """Run `pdm sync` if need be; return its exit code, or 2 for what the user has to change."""
     options, for_pdm = read_options(sys.argv[1:] if arguments is None else arguments)
-    wanted = fingerprint()
-    asked = [group for group in options.groups if not is_installed(group)]
+    current = fingerprint()
+    missing_groups = [group for group in options.groups if not is_installed(group)]
     if not os.access(sys.prefix, os.W_OK):  # in an image, which stays as it was built
-        asked = []
-    if STAMP.exists() and STAMP.read_text() == wanted and not asked and not options.torch_index:
+        missing_groups = []
+    is_current = STAMP.exists() and STAMP.read_text() == current
+    if is_current and not missing_groups and not options.torch_index:
         return 0
     pdm = shutil.which("pdm")
     if pdm is None:
@@ -57,7 +58,7 @@ def main(arguments: list[str] | None = None) -> int:
     else:
         code = run_pdm(pdm, *for_pdm, *without_torch())
     if code == 0:
-        STAMP.write_text(wanted)
+        STAMP.write_text(current)
     return code
 
 

@@ -139,7 +139,7 @@ def exchange_ms(device: torch.device) -> float:
 def all_recipes(use: str, advice: Advice, recommended: Recipe, has_images: bool) -> list[Recipe]:
     """What might have been recommended: whatever is sound, with all that can be switched on."""
     layouts = (False, True) if has_images else (False,)
-    found = {recommended}
+    recipes = {recommended}
     for candidate in advice.candidates:
         recipe = candidate.recipe
         precision_alone = Recipe(use, recipe.precision, recipe.cast)
@@ -151,8 +151,8 @@ def all_recipes(use: str, advice: Advice, recommended: Recipe, has_images: bool)
             switched_on = replace(
                 recipe, channels_last=channels_last, compiled=compiled, fused=use == TRAINING
             )
-            found.add(switched_on)
-    return sorted(found, key=str)
+            recipes.add(switched_on)
+    return sorted(recipes, key=str)
 
 
 def at_length(
@@ -204,7 +204,11 @@ def is_within(ratio: Ratio, exchanges: list[float]) -> str:
 
 
 def proof(minutes: float, budget_s: float, names: list[str]) -> Iterator[dict[str, Any]]:
-    """A row for each model."""
+    """A row for each model: what `advise` says, and long measurements of what it recommends.
+
+    `exchanges` are times of an exchange between threads, which show whether the host has moved the
+    cores since `advise` ran.
+    """
     device = pick_device()
     for name in names:
         torch.manual_seed(0)
@@ -231,20 +235,22 @@ def proof(minutes: float, budget_s: float, names: list[str]) -> Iterator[dict[st
 
 def verdicts(advice: Advice) -> dict[str, str]:
     """What `advise` says about each candidate, in a line each."""
-    found = {}
+    lines = {}
     for candidate in advice.candidates:
         detail = candidate.speedup or candidate.reason
-        said = f"{candidate.verdict} {detail}"
-        found[f"{candidate.recipe.use}: {candidate.name}"] = said.strip()
-    return found
+        text = f"{candidate.verdict} {detail}"
+        lines[f"{candidate.recipe.use}: {candidate.name}"] = text.strip()
+    return lines
 
 
 def main() -> None:
     """Measure, print each row, and write them all as JSON."""
-    options_of = parser(__doc__ or "", ["proof"], budget_s=40)
-    options_of.add_argument("--minutes", type=float, default=2.0, help="for advise (default: 2)")
-    options_of.add_argument("--model", choices=MODELS, action="append", help="default: all")
-    options = options_of.parse_args()
+    options_parser = parser(__doc__ or "", ["proof"], budget_s=40)
+    options_parser.add_argument(
+        "--minutes", type=float, default=2.0, help="for advise (default: 2)"
+    )
+    options_parser.add_argument("--model", choices=MODELS, action="append", help="default: all")
+    options = options_parser.parse_args()
     names = options.model or list(MODELS)
     measure = functools.partial(proof, options.minutes, options.budget, names)
     record({"proof": measure}, options, pick_device(), minutes=options.minutes)

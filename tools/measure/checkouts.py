@@ -32,18 +32,22 @@ def main() -> int:
     parser.add_argument("--turns", type=int, default=TURNS)
     parser.add_argument("--out", type=Path, help="JSON file")
     options = parser.parse_args()
-    found = {}
+    results = {}
     for task in options.task or TASKS:
-        found[task] = compare(task, options.old.resolve(), options.turns)
-        median, (low, high) = found[task]["ratio"], found[task]["interval"]
+        results[task] = compare(task, options.old.resolve(), options.turns)
+        median, (low, high) = results[task]["ratio"], results[task]["interval"]
         print(f"{task:<8} {median:.3f} ({low:.3f} to {high:.3f})", flush=True)
     if options.out is not None:
-        options.out.write_text(json.dumps(found, indent=1), encoding="utf-8")
+        options.out.write_text(json.dumps(results, indent=1), encoding="utf-8")
     return 0
 
 
 def compare(task: str, old: Path, turns: int) -> dict:
-    """Seconds of both by turn, and the ratio of this checkout's to the old one's."""
+    """Time a task in the old checkout and in this one, in turns.
+
+    Returns the ``seconds`` of each by turn, and the median ``ratio`` of this checkout's to the old
+    one's with its ``interval``.
+    """
     seconds: dict[str, list[float]] = {"old": [], "new": []}
     for turn in range(turns):
         order = [("old", old), ("new", ROOT)]
@@ -69,14 +73,14 @@ def in_process(task: str, checkout: Path) -> float:
     if not folder.exists():
         folder = checkout / "notebooks"
     environment = os.environ | {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-W", "ignore", __file__, "--inside", task],
         env=environment,
         stdout=subprocess.PIPE,
         text=True,
         check=True,
     )
-    return float(done.stdout.splitlines()[-1])
+    return float(process.stdout.splitlines()[-1])
 
 
 def fastest_call(task: str) -> float:

@@ -125,11 +125,11 @@ def latency(
 
 def main() -> None:
     """Measure on the default device."""
-    options_of = parser(__doc__ or "", ["latency"], budget_s=20)
-    options_of.add_argument("--model", choices=MODELS, action="append", help="default: all")
-    options_of.add_argument("--minutes", type=float, default=2.0, help="for advise, a model")
-    options_of.add_argument("--tiny", action="store_true", help="a small network: a rehearsal")
-    options = options_of.parse_args()
+    options_parser = parser(__doc__ or "", ["latency"], budget_s=20)
+    options_parser.add_argument("--model", choices=MODELS, action="append", help="default: all")
+    options_parser.add_argument("--minutes", type=float, default=2.0, help="for advise, a model")
+    options_parser.add_argument("--tiny", action="store_true", help="a small network: a rehearsal")
+    options = options_parser.parse_args()
     device = pick_device()
 
     def measure_latency() -> Iterator[dict[str, Any]]:

@@ -225,12 +225,12 @@ def main():
     """Measure what this machine can show, print each figure, and write them all as JSON."""
     device = pick_device()
     parts = ("peaks", "largest") if device.type == "cuda" else ("activations",)
-    options_of = parser(__doc__, parts)
+    options_parser = parser(__doc__, parts)
     in_torch = [row.name for row in OPTIMIZERS.values() if row.quantized is None]
-    options_of.add_argument("--optimizer", choices=in_torch, default="adam")
-    options_of.add_argument("--cap", default="16GiB", help="memory for the largest batch")
-    options_of.add_argument("--model", choices=WORKLOADS, action="append", help="default: all")
-    options = options_of.parse_args()
+    options_parser.add_argument("--optimizer", choices=in_torch, default="adam")
+    options_parser.add_argument("--cap", default="16GiB", help="memory for the largest batch")
+    options_parser.add_argument("--model", choices=WORKLOADS, action="append", help="default: all")
+    options = options_parser.parse_args()
     cap = parse_bytes(options.cap)
     workloads = {name: WORKLOADS[name] for name in options.model or WORKLOADS}
     measures = {

@@ -288,14 +288,14 @@ def _compare(
     ready: list[tuple[PeerRow, Run]], precision: Precision, device: torch.device, rounds: int
 ) -> Comparison:
     """Time the peers in turns, for this many rounds."""
-    timed = Rounds(device)
+    timed_rounds = Rounds(device)
     order = list(ready)
     for _ in range(rounds):
-        with timed.next() as seconds:  # a dict to fill: the seconds of a step by peer
+        with timed_rounds.next() as seconds:  # a dict to fill: the seconds of a step by peer
             for row, run in order:
                 seconds[row.peer], _ = _time(run, precision, device)
         order.reverse()  # so that no peer is always first
-    return timed.comparison([row.peer for row, _ in ready])
+    return timed_rounds.comparison([row.peer for row, _ in ready])
 
 
 def _prepare(
@@ -338,10 +338,10 @@ def _time(run: Run, precision: Precision, device: torch.device) -> tuple[float, 
 
 def main() -> None:
     """Measure the peers in fp32 and what the device accelerates; print and write each row."""
-    options_of = parser(__doc__, ("peers", "text", "recommended"))
+    options_parser = parser(__doc__, ("peers", "text", "recommended"))
     rounds = "turns (default: 16; fewer than 12 undisturbed ones are not trusted)"
-    options_of.add_argument("--rounds", type=int, default=16, help=rounds)
-    options = options_of.parse_args()
+    options_parser.add_argument("--rounds", type=int, default=16, help=rounds)
+    options = options_parser.parse_args()
     device = pick_device()
     precisions = [Precision.FP32, *describe_device(device).accelerated]
     on_cpu = device.type == "cpu"

@@ -157,13 +157,13 @@ def measure_sent(device: torch.device) -> Iterator[dict]:
 
 def main() -> None:
     """Measure the parts asked for, print each, and write them all."""
-    options_of = parser(__doc__, ("speed", "sent"))
+    options_parser = parser(__doc__, ("speed", "sent"))
     turns = "of speed (default: 16; fewer than 12 undisturbed ones are not trusted)"
-    options_of.add_argument("--turns", type=int, default=16, help=turns)
-    options_of.add_argument(
+    options_parser.add_argument("--turns", type=int, default=16, help=turns)
+    options_parser.add_argument(
         "--precision", choices=PRECISIONS, action="append", help="default: both"
     )
-    options = options_of.parse_args()
+    options = options_parser.parse_args()
     device = pick_device()
     precisions = options.precision or PRECISIONS
     measures = {

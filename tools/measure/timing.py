@@ -139,9 +139,9 @@ def _seconds(function: Callable[[], None]) -> float:
 
 def main() -> None:
     """Measure what was asked for, and write it as JSON."""
-    options_of = parser(__doc__, PARTS)
-    options_of.add_argument("--comparisons", type=int, default=200)
-    options = options_of.parse_args()
+    options_parser = parser(__doc__, PARTS)
+    options_parser.add_argument("--comparisons", type=int, default=200)
+    options = options_parser.parse_args()
     device = pick_device()
 
     def loaded() -> dict:

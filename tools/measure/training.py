@@ -250,11 +250,11 @@ def measure_accuracy(device, model, precisions):
 
 def main():
     """Measure the parts asked for, print each, and write them all as JSON."""
-    options_of = parser(__doc__, PARTS, budget_s=300)
-    options_of.add_argument("--model", default="mobilenet_v2", help="for the accuracy")
+    options_parser = parser(__doc__, PARTS, budget_s=300)
+    options_parser.add_argument("--model", default="mobilenet_v2", help="for the accuracy")
     default = "for the accuracy (default: fp32 and what the device accelerates)"
-    options_of.add_argument("--precision", action="append", help=default)
-    options = options_of.parse_args()
+    options_parser.add_argument("--precision", action="append", help=default)
+    options = options_parser.parse_args()
     device = pick_device()
     precisions = options.precision or [Precision.FP32, *describe_device(device).accelerated]
     measures = {

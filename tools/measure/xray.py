@@ -148,9 +148,9 @@ def measure(part, turns):
 
 def main():
     """Measure the parts asked for, print each figure, and write them all as JSON."""
-    options_of = parser(__doc__, PARTS)
-    options_of.add_argument("--turns", type=int, default=3, help="processes for each figure")
-    options = options_of.parse_args()
+    options_parser = parser(__doc__, PARTS)
+    options_parser.add_argument("--turns", type=int, default=3, help="processes for each figure")
+    options = options_parser.parse_args()
     measures = {part: functools.partial(measure, part, options.turns) for part in PARTS}
     record(measures, options, pick_device())
 

@@ -268,7 +268,8 @@ def _time_limit(seconds: float, step: Step) -> Iterator[None]:
 
 def _share_unchanged(step: Step) -> float:
     """Run one more step; return the share of the weights that it leaves unchanged."""
-    before = torch.cat([weight.detach().flatten() for weight in step.trained])  # copied
+    # `cat` copies the weights, so the step does not change `before`.
+    before = torch.cat([weight.detach().flatten() for weight in step.trained])
     step()
     after = torch.cat([weight.detach().flatten() for weight in step.trained])
     return (before == after).float().mean().item()

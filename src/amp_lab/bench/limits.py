@@ -109,15 +109,15 @@ def measure_ceilings(device: torch.device) -> Ceilings:
     for precision in native:
         matmuls[precision] = make_matmul(device, precision, n)
     # Medians within 10 % are enough, since only the fastest call counts.
-    compared = compare(matmuls, device=device, budget_s=4, precision=0.1)
+    comparison = compare(matmuls, device=device, budget_s=4, precision=0.1)
     flops = 2 * n**3  # of a matmul: n multiplications and additions for each of n x n values
     for precision in native:
-        fastest_s = min(compared.samples_s[precision])
+        fastest_s = min(comparison.samples_s[precision])
         rates[precision] = max(rates[precision], flops / fastest_s)
     return Ceilings(
         flops_per_s={str(precision): rates.get(precision) for precision in Precision},
         stream_bytes_per_s=_stream_rates(device),
-        trusted=compared.trusted,
+        trusted=comparison.trusted,
     )
 
 
@@ -146,8 +146,8 @@ def _stream_rates(device: torch.device) -> dict[int, float]:
         half = source[: source.numel() // 2]
         copy = torch.empty_like(half)  # half of the bytes are read, half are written
         runs = {"copy": functools.partial(copy.copy_, half), "sum": source.sum}
-        compared = compare(runs, device=device, budget_s=0.3, precision=0.2)
-        fastest_s = min(min(samples) for samples in compared.samples_s.values())
+        comparison = compare(runs, device=device, budget_s=0.3, precision=0.2)
+        fastest_s = min(min(samples) for samples in comparison.samples_s.values())
         rates[nbytes] = nbytes / fastest_s
         if nbytes >= 2**28 and fastest_s > _LONG_S:  # more than any cache holds
             break

@@ -112,11 +112,11 @@ def write_times(rows: Sequence[Row], timed: Rounds) -> None:
 
 def _write_samples(row: Row, samples_s: tuple[float, ...]) -> None:
     """Write the seconds of a step by round, their median and spread, and the rates into a row."""
-    measured = Measurement(samples_s, peak_bytes=None, reserved_bytes=None)
-    row.samples_s = list(measured.samples_s)
-    row.median_s = measured.median_s
-    row.iqr_s = measured.iqr_s
-    row.items_per_s = row.items / measured.median_s
+    measurement = Measurement(samples_s, peak_bytes=None, reserved_bytes=None)
+    row.samples_s = list(measurement.samples_s)
+    row.median_s = measurement.median_s
+    row.iqr_s = measurement.iqr_s
+    row.items_per_s = row.items / measurement.median_s
     row.flops_per_s = quotient(row.flops, row.median_s)
     row.share_of_limit = quotient(row.floor_s, row.median_s)
 

@@ -82,15 +82,15 @@ class _Pace:
     turn_s: float
     end: float = math.inf  # on the clock of `time.perf_counter`: no round may end after this
 
-    def needs_round(self, timed: Rounds, round_s: float) -> bool:
+    def needs_round(self, rounds: Rounds, round_s: float) -> bool:
         """Whether to time one more round, which will take about `round_s` seconds."""
-        done = len(timed.all)
+        done = len(rounds.all)
         if self.rounds is not None:
             return done < self.rounds
         if done and time.perf_counter() + round_s > self.end:  # one round is always timed
             return False
         # A comparison of no functions is trusted if enough rounds were undisturbed.
-        return done < self.max_rounds and not timed.comparison([]).trusted
+        return done < self.max_rounds and not rounds.comparison([]).trusted
 
 
 def run_bench(
@@ -198,9 +198,9 @@ def _plan(
         ladders: list[_PlannedLadder] = []
         for precision in precisions:
             ladder = Ladder(workload, precision, device)
-            chosen = _choose_rungs(ladder, rungs, quick=quick)
-            ladders.append(_PlannedLadder(ladder, chosen))
-            planned_rungs.update(rung.name for rung in chosen)
+            rungs_of_ladder = _choose_rungs(ladder, rungs, quick=quick)
+            ladders.append(_PlannedLadder(ladder, rungs_of_ladder))
+            planned_rungs.update(rung.name for rung in rungs_of_ladder)
         plan.append(ladders)
     for name in rungs:
         if name not in planned_rungs:
@@ -213,13 +213,13 @@ def _choose_rungs(ladder: Ladder, names: Sequence[str], *, quick: bool) -> list[
 
     Eager is always one of them: its step is counted, and in fp32 the others are compared with it.
     """
-    chosen = []
+    chosen_rungs = []
     for rung in rungs_of(ladder):
         is_asked = not names or rung is EAGER or rung.name in names
         is_too_slow = quick and rung.takes_long(ladder)
         if is_asked and not is_too_slow:
-            chosen.append(rung)
-    return chosen
+            chosen_rungs.append(rung)
+    return chosen_rungs
 
 
 def _new_results(report: DeviceReport, ceilings: Ceilings, *, quick: bool, rounds: int) -> Results:
@@ -249,13 +249,13 @@ def _run_workload(
     settings["automatic_dynamic_shapes"] = False  # since shapes never change within a workload
     with torch._dynamo.config.patch(settings):
         ready = _prepare(ladders, results)
-        timed = Rounds(ladders[0].ladder.device)
+        rounds = Rounds(ladders[0].ladder.device)
         round_s = 0.0
-        while pace.needs_round(timed, round_s):
+        while pace.needs_round(rounds, round_s):
             started = time.perf_counter()
-            _time_round(ready, timed, pace.turn_s)
+            _time_round(ready, rounds, pace.turn_s)
             round_s = time.perf_counter() - started
-            write_times([configuration.row for configuration in ready], timed)
+            write_times([configuration.row for configuration in ready], rounds)
             after_round(results)
     # The next workload needs the memory of these models, graphs and compiled functions.
     ready.clear()
@@ -263,12 +263,12 @@ def _run_workload(
     gc.collect()
 
 
-def _time_round(ready: list[_Configuration], timed: Rounds, turn_s: float) -> None:
-    """Give each configuration that has not failed one turn, and add the round to `timed`."""
+def _time_round(ready: list[_Configuration], rounds: Rounds, turn_s: float) -> None:
+    """Give each configuration that has not failed one turn, and add the round to `rounds`."""
     # Every other round goes backwards, so that no rung always follows the same one.
-    is_backwards = len(timed.all) % 2 == 1
+    is_backwards = len(rounds.all) % 2 == 1
     order = ready[::-1] if is_backwards else ready
-    with timed.next() as seconds:  # a dict to fill: the seconds of a step by `Row.setting`
+    with rounds.next() as seconds:  # a dict to fill: the seconds of a step by `Row.setting`
         for configuration in order:
             row = configuration.row
             if row.status != "ok":
@@ -474,6 +474,6 @@ def _time(configuration: _Configuration, turn_s: float) -> float:
     with ladder.precision.float32_mode(ladder.device.type):
         # `measure` empties the memory cache of an accelerator, which the warm-up fills again.
         warmup = 0 if backend(ladder.device).is_host else 1
-        measured = measure(run, device=ladder.device, warmup=warmup, repeats=1)
-    configuration.seconds = measured.samples_s[0] / calls
+        measurement = measure(run, device=ladder.device, warmup=warmup, repeats=1)
+    configuration.seconds = measurement.samples_s[0] / calls
     return configuration.seconds

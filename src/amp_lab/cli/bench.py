@@ -64,10 +64,10 @@ def run(options: argparse.Namespace) -> int:
     if out.suffix != ".json":
         raise OptionError(f"--out {options.out!r}: give a name that ends with .json")
     # Read before minutes of measuring, so that an unreadable file is found now.
-    recorded = [bench.load_results(path) for path in options.compare or []]
-    if recorded or not options.results:
+    other_results = [bench.load_results(path) for path in options.compare or []]
+    if other_results or not options.results:
         require_matplotlib("bench")
-    if recorded:
+    if other_results:
         require_output(_pictures(out).compared)
     if options.results:
         results = _read_results(options)
@@ -76,8 +76,8 @@ def run(options: argparse.Namespace) -> int:
     show(results, options.format)  # before the pictures, which take seconds
     if not options.results:
         _draw_pictures(results, out)
-    if recorded:
-        _compare([results, *recorded], options, out)
+    if other_results:
+        _compare([results, *other_results], options, out)
     if results.complete or options.results:
         return 0
     return 130  # as a shell counts Ctrl-C

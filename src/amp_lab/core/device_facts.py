@@ -91,11 +91,11 @@ def free_bytes() -> int | None:
     if available:
         free = int(available[1]) * 1024
     try:  # the limit of a container, and what it uses of it
-        taken = int(Path("/sys/fs/cgroup/memory.current").read_text())
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
         allowed = int(Path("/sys/fs/cgroup/memory.max").read_text())
     except (OSError, ValueError):  # there is no limit, or it is "max"
         return free
-    left = max(0, allowed - taken)
+    left = max(0, allowed - used)
     if free is None:
         return left
     return min(free, left)

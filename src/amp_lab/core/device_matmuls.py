@@ -44,14 +44,14 @@ def matmul_rates(device: torch.device) -> tuple[dict[Precision, float | None], b
     largest = 1024 if backend(device).is_host else 8192
     n = filling_size(device, largest, seconds=10e-3)
     matmuls: dict[str, Callable] = {p: make_matmul(device, p, n) for p in native}
-    compared = compare(matmuls, device=device, budget_s=3)
+    comparison = compare(matmuls, device=device, budget_s=3)
     rates: dict[Precision, float | None] = dict.fromkeys(Precision)  # None until measured
     for precision in precisions:  # 2 n^3 FLOPs of the matmul, over its seconds
         if precision in native:
-            rates[precision] = 2 * n**3 / compared.median_s(precision)
+            rates[precision] = 2 * n**3 / comparison.median_s(precision)
         else:
             rates[precision] = 2 * _SMALL**3 / small_s[precision]
-    return rates, compared.trusted
+    return rates, comparison.trusted
 
 
 def precisions_here(device: torch.device) -> list[Precision]:

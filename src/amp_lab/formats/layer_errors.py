@@ -159,4 +159,4 @@ class MeasuredMatmul(torch.autograd.Function):
             ctx.errors.add_matmul(which, left, right, exact)
             gradients[index] = exact
         ctx.errors.add_loss_change(*ctx.saved_tensors, *grads)
-        return *gradients, None
+        return *gradients, None  # None for `errors`, the third argument of `forward`

@@ -45,7 +45,8 @@ class MatmulFormats:
         values = format_of(self.values)
         if which == FORWARD:
             return values, values
-        return format_of(self.gradient or self.values), values
+        gradient = format_of(self.gradient or self.values)
+        return gradient, values  # in both matmuls of the backward pass, the gradient is `left`
 
     def matmul(
         self,

@@ -21,7 +21,7 @@ def usual_noise(formats: MatmulFormats, which: str) -> tuple[float, float]:
     right = torch.randn(256, 256, generator=draws)
     exact = left @ right.T
     counts = Counts()
-    rounded = formats.matmul(which, left, right, (counts, None))
+    rounded = formats.matmul(which, left, right, (counts, None))  # counts values of `left` alone
     sqnr = to_decibels(squares(exact), squares(rounded - exact))
     return sqnr, counts.shares()["flushed"]
 

@@ -348,13 +348,13 @@ class Inference(Use):
         """
         if [x.shape for x in output] != [x.shape for x in self._output]:
             return None
-        compared = []
-        exact = []
+        output_values = []
+        fp32_output_values = []
         for values, fp32_values in zip(output, self._output, strict=True):
             is_finite = fp32_values.isfinite()
-            compared.append(values[is_finite])
-            exact.append(fp32_values[is_finite])
-        return distance(compared, exact)
+            output_values.append(values[is_finite])
+            fp32_output_values.append(fp32_values[is_finite])
+        return distance(output_values, fp32_output_values)
 
     def _run(self, choose_matmul: MatmulChoice) -> list[Tensor]:
         """Run with these matmuls; return the floating-point tensors of the output.

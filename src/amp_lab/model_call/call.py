@@ -73,10 +73,10 @@ class ModelCall:
         names = [parameter.name for parameter in arguments_of(self.model)]
         names += [f"input {i}" for i in range(len(names), len(self.args))]
         inputs = [*zip(names, self.args, strict=False), *self.kwargs.items()]
-        found = []
+        named = []
         for name, value in inputs:
-            found += [(name, tensor) for _, tensor in named_tensors(value)]
-        return found
+            named += [(name, tensor) for _, tensor in named_tensors(value)]
+        return named
 
     def copy(self) -> "ModelCall":
         """A call of a copy of the model on copies of the tensors.
@@ -90,8 +90,9 @@ class ModelCall:
 
         def copied(tensor: torch.Tensor) -> torch.Tensor:
             if id(tensor) not in copies:
-                found = tensor.detach().clone()
-                copies[id(tensor)] = found.requires_grad_(tensor.is_leaf and tensor.requires_grad)
+                duplicate = tensor.detach().clone()
+                duplicate.requires_grad_(tensor.is_leaf and tensor.requires_grad)
+                copies[id(tensor)] = duplicate
             return copies[id(tensor)]
 
         for module in self.model.modules():
@@ -161,5 +162,5 @@ class ModelCall:
 def arguments_of(model: nn.Module) -> list[inspect.Parameter]:
     """The arguments that a model takes by position."""
     by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    found = inspect.signature(model.forward).parameters.values()
-    return [parameter for parameter in found if parameter.kind in by_position]
+    parameters = inspect.signature(model.forward).parameters.values()
+    return [parameter for parameter in parameters if parameter.kind in by_position]

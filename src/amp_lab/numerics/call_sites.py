@@ -60,7 +60,7 @@ class CallSites:
     def leave(self, module: nn.Module) -> None:
         """End the call of a module, and of those inside it.
 
-        An exception may have left a module inside without its hooks, which call this method.
+        A module inside may still count as running: if it raised, its hook has not called `leave`.
         """
         while self._running:
             ended_module, _ = self._running.pop()

@@ -25,7 +25,7 @@ def program(
     end = "step()"
     if recipe.use == TRAINING:
         end = "for i in range(3):  # replace by your training loop\n    print(i, step().item())"
-        if beginning and isinstance(call.loss_fn, OutputLoss):
+        if beginning and isinstance(call.loss_fn, OutputLoss):  # `loss_of` chose it, not the user
             setup += f"\n\n\ndef loss_fn(output):  # your loss\n    return {call.loss_fn}"
     return f"import torch\n\n{setup}\n\n{step_code(call.model, recipe, device, scale)}\n\n\n{end}\n"
 

@@ -85,11 +85,11 @@ def _change_in_bytes(trace: Tracer) -> str:
 
 def _saved_bytes(row: OpRecord) -> int:
     """How many bytes less an op writes than in fp32."""
-    saved = 0
+    saved_bytes = 0
     for shape, dtype in zip(row.out_shapes, row.out_dtypes, strict=True):
         if dtype in LOWER_DTYPES:
-            saved += 2 * math.prod(shape)  # two bytes less for each value
-    return saved
+            saved_bytes += 2 * math.prod(shape)  # two bytes less for each value
+    return saved_bytes
 
 
 @LAST.under_autocast

@@ -290,14 +290,14 @@ def _saved_by_quantization(shapes: list[torch.Size], precision: Precision) -> di
     """
     if not shapes:
         return {}
-    saved = {}
+    saved_bytes = {}
     for quantized in QUANTIZED_WEIGHTS:
         nbytes = 0
         for rows, columns in shapes:
             nbytes += rows * columns * precision.dtype.itemsize
             nbytes -= quantized.bytes_of(rows, columns)
-        saved[quantized.name] = nbytes
-    return saved
+        saved_bytes[quantized.name] = nbytes
+    return saved_bytes
 
 
 @contextmanager

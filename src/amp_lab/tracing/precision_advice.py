@@ -175,17 +175,17 @@ def _are_modules_untouched(wide_rows: list[OpRecord], rows: list[OpRecord]) -> b
 @RULES.under_autocast
 def _large_ops_in_fp32(trace: Tracer) -> Iterator[str]:
     """Report functions besides matmuls that autocast runs in fp32, if they write many bytes."""
-    written = bytes_of(trace.rows)
+    all_bytes = bytes_of(trace.rows)
     widened = [row for row in trace.rows if row.widened and not row.flops]
     # Grouped by the function alone.
     facts = [(row, None) for row in widened if row.dtype is torch.float32]
     for subject, rows, _ in group_by_fact(facts):
         size = bytes_of(rows)
-        if size == 0 or size < _LARGE_SHARE * written:  # 0: an empty batch
+        if size == 0 or size < _LARGE_SHARE * all_bytes:  # 0: an empty batch
             continue
         yield (
             f"{subject} stays in fp32, because autocast on {trace.device_type} runs it in fp32. "
-            f"It writes {bytes_text(size)}, {100 * size / written:.0f} % of all bytes."
+            f"It writes {bytes_text(size)}, {100 * size / all_bytes:.0f} % of all bytes."
         )
 
 

@@ -196,7 +196,7 @@ class _Recorder(PlainOpsMode):
         self.decisions: list[Decision] = []
         self.is_finite = False  # whether the output and the loss have neither infinities nor NaNs
         self.stop_reason: str | None = None
-        self._unmarked = unmarked
+        self._unmarked = unmarked  # see `decisions_of`
         self._free_bytes = free_bytes()  # when the run begins; None: the system does not say
         self._in_use = 0  # bytes of the storages below
         self._storages: dict[int, weakref.ref] = {}  # the living ones, by key

@@ -324,6 +324,7 @@ class StorageLedger(TorchDispatchMode):
                 # An input counts as an activation once autograd saves it; a weight stays a weight.
                 if is_alive[number] and kinds[number] in ("inputs", "temporaries"):
                     kinds[number] = "activations"
+        # Weights that FSDP2 gathers are freed again, like other temporaries.
         kinds = ["temporaries" if kind == "gathered" else kind for kind in kinds]
         return StorageTrace(
             sizes=np.array(self._sizes, np.int64),

@@ -326,12 +326,12 @@ def _to_safetensors(model: _CastModel, inputs: Tensor, model_name: str) -> _Conv
             tensors[name] = tensor.contiguous()
     metadata = {"format": "pt", "model": model_name}
     content = safetensors.torch.save(tensors, metadata)
-    loaded = copy.deepcopy(model)
-    for tensor in loaded.state_dict().values():
+    reloaded = copy.deepcopy(model)
+    for tensor in reloaded.state_dict().values():
         tensor.zero_()  # so that a tensor that the file lacks does not go unnoticed
     # Not strict, since of tied weights the file has only one: the other shares its memory.
-    loaded.model.load_state_dict(safetensors.torch.load(content), strict=False)
-    return _Converted(content, loaded(inputs))
+    reloaded.model.load_state_dict(safetensors.torch.load(content), strict=False)
+    return _Converted(content, reloaded(inputs))
 
 
 def _export(model: _CastModel, inputs: Tensor) -> torch.export.ExportedProgram:

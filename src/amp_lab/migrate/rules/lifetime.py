@@ -46,7 +46,7 @@ def made_each_epoch(code: CodeReader) -> Mistakes:
 def _runs_each_epoch(code: CodeReader, event: Event, optimizer: str) -> bool:
     """Whether an event runs in each epoch of training with one optimizer.
 
-    Not by a loop in which an `if` or `try` decides whether the event runs.
+    A loop over epochs counts only if no `if` or `try` inside it decides whether the event runs.
     """
     statements = [node for node, _ in event.place.arms]
     for loop in _epoch_loops(code, event, optimizer):

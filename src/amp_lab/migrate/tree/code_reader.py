@@ -447,7 +447,7 @@ class CodeReader:
         """The events of the calls ``name()`` and ``self.name()``, by the name."""
         calls: defaultdict[str, list[Event]] = defaultdict(list)
         for event in self.by_kind["call"]:
-            *owner, name = nodes.name_parts(event.node.func) or ("",)
+            *owner, name = nodes.name_parts(event.node.func) or ("",)  # no name: f()()
             if owner in ([], ["self"]):
                 calls[name].append(event)
         return calls

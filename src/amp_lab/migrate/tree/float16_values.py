@@ -111,12 +111,12 @@ class Float16Values:
         """The autocast for float16 around a call, or inside the function or model that it calls."""
         if event.place.autocast is not None:
             return self._cast_around(event)
-        parts = nodes.name_parts(event.node.func) or ("",)
+        parts = nodes.name_parts(event.node.func) or ("",)  # no name: a call such as f()()
         if len(parts) > 1 and parts[0] != "self":  # a method of an object that is not known
             return None
         name = parts[-1]
         if name not in self._casts_by_function and self._is_model(parts, event.unit.scope):
-            name = "forward"
+            name = "forward"  # which a call of a model runs
         return self._casts_by_function.get(name)
 
     def _cast_around(self, event: Event) -> cst.Call | None:

@@ -121,7 +121,8 @@ def _count(brackets: list[_Bracket], token: tokenize.TokenInfo) -> None:
 def _f_string_levels(string: str) -> int:
     """The most words and symbols after one ``{`` of an f-string; 0 for any other string.
 
-    Python before 3.12 gives the whole f-string as one token.
+    Python before 3.12 gives the whole f-string as one token, but the expression after a ``{`` may
+    be nested. As in `check_nesting`, each of its tokens counts as a level.
     """
     if not re.match(r"(?i)r?fr?['\"]", string):
         return 0

@@ -185,10 +185,15 @@ def _(parent: cst.ExceptHandler, child, node, tree) -> bool:
 
 @_decides.register
 def _(parent: cst.Try, child, node, tree) -> bool:
-    """Whether a handler has the new name, or catches that the node, a new name, is missing."""
+    """Whether a `try` has the node in its body, and another name for another version of torch.
+
+    If the node imports a new name, a handler catches that it is missing. The old name need not be
+    in the handler, since it may be imported before the `try`. For an old name, a handler has a new
+    name.
+    """
     if child is not parent.body:
         return False
-    if tree.alias_origins.get(node) in NEW_NAMES:  # the old one may be imported before the try
+    if tree.alias_origins.get(node) in NEW_NAMES:
         return any(_CATCHES_FAILURE.search(tree.code(handler)) for handler in parent.handlers)
     return any(_new_uses(tree, handler) for handler in parent.handlers)
 
@@ -243,7 +248,9 @@ def _asks_version(tree: Tree, test: cst.BaseExpression, is_taken: bool) -> bool:
     """
     answer = _constant_answer(tree, test)
     if answer is not None:
-        return answer != is_taken  # then only a torch that is older than today's names runs it
+        # Where today's names exist, the condition has this value. The branch that is not run then
+        # is for an older torch.
+        return answer != is_taken
     # The branch needs both sides of an `and` to be true, or both sides of an `or` to be false.
     needs_both_sides = cst.And if is_taken else cst.Or
     if isinstance(test, cst.BooleanOperation) and isinstance(test.operator, needs_both_sides):

@@ -25,7 +25,7 @@ class OldUse(NamedTuple):
     """A use of an old name, of an attribute of an old name, or of a module of old names."""
 
     use: Use
-    old: str
+    full_name: str
     """The full old name of the use: ``torch.cuda.amp.autocast``."""
     name: str
     """The last part of the full name; empty for a module and an attribute."""
@@ -46,7 +46,7 @@ class OldUse(NamedTuple):
 
     def by_hand(self, advice: Remedy, **facts: object) -> ByHand:
         """The error to raise with a remedy; `facts` are the facts that the use does not have."""
-        own = {"old": self.old, "name": self.name, "device": self.device, "dtype": self.dtype}
+        own = {"old": self.full_name, "name": self.name, "device": self.device, "dtype": self.dtype}
         return ByHand(advice.sentence(**(own | facts)))
 
 
@@ -88,10 +88,10 @@ class UseEdits:
         # A bare name as a statement: `magics` leaves it in the place of a magic that uses it.
         if isinstance(self.tree.parents[node], cst.Expr):
             raise old.by_hand(remedies.IN_MAGIC)
-        if old.old in OLD_MODULES:
+        if old.full_name in OLD_MODULES:
             raise old.by_hand(remedies.MODULE_AS_VALUE)
         if not old.name:  # an attribute of a class: torch.cuda.amp.autocast.__init__
-            class_name = next(name for name in OLD_NAMES if old.old.startswith(f"{name}."))
+            class_name = next(name for name in OLD_NAMES if old.full_name.startswith(f"{name}."))
             name = OLD_NAMES[class_name].name
             raise old.by_hand(remedies.ATTRIBUTE, old=class_name, name=name)
         self._check_place(old)
@@ -122,7 +122,7 @@ class UseEdits:
             raise old.by_hand(remedies.IN_F_STRING)
         replacing_lines = []
         for replacing_node, replaced_name in self.replaced_at.items():
-            if replaced_name == old.old:
+            if replaced_name == old.full_name:
                 replacing_lines.append(str(self.tree.line(replacing_node)))
         if replacing_lines:
             raise old.by_hand(remedies.REPLACED_ELSEWHERE, lines=", ".join(replacing_lines))
