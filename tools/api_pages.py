@@ -352,6 +352,7 @@ def _row(cells: list[str]) -> str:
 
 
 def _entry(entry: Entry, links: dict[str, str]) -> str:
+    """The directive of a public function, or of a class with its members."""
     description = _description(entry.node, links)
     if isinstance(entry.node, ast.FunctionDef):
         heading = f"{entry.name}{_signature(entry.node)}"

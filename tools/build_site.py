@@ -119,6 +119,7 @@ class _Stage:
         }
 
     def add(self, page: str) -> None:
+        """Write a page of the repository into the sources, with its links fitted."""
         text = (self.root / page).read_text(encoding="utf-8")
         if page.endswith(".ipynb"):
             self._add_notebook(page, json.loads(text))

@@ -138,7 +138,7 @@ class Edition:
 
     def text(self, name: str, *, is_published: bool) -> str:
         """The notebook as JSON; if it `is_published`, its links lead to the published places."""
-        notebook = json.loads(json.dumps(self.notebooks[name]))
+        notebook = json.loads(json.dumps(self.notebooks[name]))  # a copy, which is changed below
         cells = notebook["cells"]
         linked = _linked_sections(notebook)
         for cell in cells:

@@ -151,6 +151,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _remove_marks(texts: Mapping[Path, str], shown: Mapping[str, str]) -> None:
+    """Write the texts without the marks of what a run has shown, and print which have changed."""
     for place, text in texts.items():
         new = without_marks(text, shown)
         if new != text:
@@ -159,6 +160,7 @@ def _remove_marks(texts: Mapping[Path, str], shown: Mapping[str, str]) -> None:
 
 
 def _print_list(shown: Mapping[str, str]) -> None:
+    """Print each statement with the file of the run that has shown it, or the parts that would."""
     for key, statement in STATEMENTS.items():
         if key in shown:
             state = f"seen: {shown[key]}"

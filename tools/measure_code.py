@@ -192,6 +192,7 @@ def _imported_folders(found: Import) -> list[str]:
 
 
 def _sizes(package: Path) -> Iterator[str]:
+    """A line for each module and each function that is too long."""
     for path in _modules(package):
         place = path.relative_to(package.parent)
         lines = len(path.read_text(encoding="utf-8").splitlines())

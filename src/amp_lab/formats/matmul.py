@@ -189,9 +189,10 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """The gradients of `values` and `weight`, each None where it is not needed."""
         gradients: list[Tensor | None] = [None, None]
         for index, which, left, right in needed_backward_matmuls(ctx, *grads):
-            saved = ctx.saved_tensors[index]
+            operand = ctx.saved_tensors[index]  # values or weight
             grad = ctx.formats.matmul(which, left, right)
-            gradients[index] = grad.view_as(saved).to(saved.dtype)
-        return *gradients, None
+            gradients[index] = grad.view_as(operand).to(operand.dtype)
+        return *gradients, None  # None for `formats`, the third argument of `forward`

@@ -56,8 +56,8 @@ class _Maxima(TorchDispatchMode):
         # A stack: the largest value so far in each module that is running, the innermost last.
         self._running = [0.0]
         itemsizes = [p.itemsize for p in model.parameters() if p.is_floating_point()]
-        # Results of more bytes a value than the narrowest weights are not counted. Without weights
-        # all are, and with weights in 8 bits those in 16.
+        # Only results are counted whose values have at most as many bytes as those of the narrowest
+        # weights, but 2 bytes at least, for weights in 8 bits. Without weights, all are counted.
         self._counted_itemsize = max(2, min(itemsizes, default=8))
 
     @contextlib.contextmanager

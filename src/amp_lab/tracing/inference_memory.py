@@ -201,7 +201,8 @@ def _forecast_each_way(
             for way, nbytes in saved_bytes.items():
                 results.forecasts.append(forecast.with_smaller_weights(way, nbytes))
             if limit is not None:
-                _add_largest_batches(results, step, call, limit, {step.column: 0} | saved_bytes)
+                saved_by_way = {step.column: 0} | saved_bytes  # the step itself, then int8 and int4
+                _add_largest_batches(results, step, call, limit, saved_by_way)
     results.require_any()
     return results
 

@@ -84,6 +84,7 @@ class OpTable(Printed, list[OpRule]):
         }
 
     def _table(self) -> Table:
+        """A row for each rule, with how many ops have each policy above."""
         counts = Counter(rule.policy for rule in self)
         totals = [f"{counts[policy]} {policy}" for policy in POLICIES if counts[policy]]
         where = "the device" if self.real else "fake tensors"

@@ -94,9 +94,8 @@ class RunningModule:
         self._names.append(name)
 
     def _leave(self, name: str, module: nn.Module, args: tuple, output: object) -> None:
-        # Remove this module, and those above it on the stack, which ended without a call of this
-        # hook. The first name, "", stays.
-        while len(self._names) > 1:
+        """Remove a module from the stack, and those above it, which ended without this hook."""
+        while len(self._names) > 1:  # the first name, "", stays
             removed = self._names.pop()
             if removed == name:
                 return

@@ -393,6 +393,7 @@ class _Ops(PlainOpsMode):
         self._tracer = tracer
 
     def run_op(self, func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Run an op, show it to the tracer, and return its result."""
         self._tracer.note_mixed(func, args, kwargs)
         try:
             out = func(*args, **kwargs)

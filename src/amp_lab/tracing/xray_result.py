@@ -353,8 +353,9 @@ class XrayComparison(Printed):
         return {"names": self.names, "different": self.different}
 
     def _table(self) -> Table:
-        # The module of each op, grouped by the function that the model called and by the dtypes of
-        # the op in either X-ray.
+        """A row for each function that the model called, and for each pair of dtypes."""
+        # The module of each op, by the function that the model called, and the dtypes of the op in
+        # the two X-rays.
         modules_of: dict[tuple[str, str, str], list[str]] = defaultdict(list)
         for row_a, row_b in self.different:
             row = row_a or row_b

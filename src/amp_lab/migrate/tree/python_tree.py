@@ -184,6 +184,7 @@ class Tree:
             scope.outer_names[name] = owner
 
     def _visit_import(self, node: cst.Import | cst.ImportFrom, scope: Scope) -> None:
+        """Note an import, and bind the name of each of its aliases in `scope`."""
         self.imports[node] = scope
         if isinstance(node, cst.ImportFrom) and isinstance(node.names, cst.ImportStar):
             self.star_imports[node] = nodes.module_of(node)
