@@ -91,6 +91,7 @@ def _folder_page(folder: str, text: str, entries: list[Entry], links: dict[str, 
 
 
 def _overview_table(entries: list[Entry], links: dict[str, str]) -> str:
+    """A table of the entries, each with a link and the first sentence of its docstring."""
     lines = ["| name | |", "|---|---|"]
     for entry in entries:
         summary = _summary(entry.node, links)
@@ -315,7 +316,7 @@ def _description(node: Definition, links: dict[str, str]) -> str:
         elif heading == "Args":
             parts.append(_arguments_table(node, text, links))
         elif heading == "Raises":
-            rows = [[f"`{name}`", said] for name, said in items(text).items()]
+            rows = [[f"`{name}`", when] for name, when in items(text).items()]
             parts.append(_table(["raises", "when"], rows, links))
         elif heading:
             parts.append(f"**{heading}:** {_paragraphs(text, links)}")

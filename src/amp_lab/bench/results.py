@@ -192,9 +192,9 @@ class Results(Printed, Ceilings):
     def _doubts(self) -> list[str]:
         """Sentences: in how many rounds the machine was busy, and why rows are not trusted."""
         # All rows of a workload share its rounds, so one row of each title is counted.
-        timed = {row.title: row for row in self.rows if row.rounds}
-        disturbed = sum(row.disturbed for row in timed.values())
-        rounds = sum(row.rounds for row in timed.values())
+        row_of_title = {row.title: row for row in self.rows if row.rounds}
+        disturbed = sum(row.disturbed for row in row_of_title.values())
+        rounds = sum(row.rounds for row in row_of_title.values())
         busy_rounds = f"{disturbed} of {plural(rounds, 'round')}"
         doubts = [f"Something else used this machine in {busy_rounds}."]
         settings_by_doubt: dict[tuple[str, str], list[str]] = {}  # by title and reason

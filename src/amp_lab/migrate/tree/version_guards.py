@@ -103,7 +103,7 @@ def _decides(parent: cst.CSTNode, child: cst.CSTNode, node: cst.CSTNode, tree: T
 
     `child` is the child of `parent` that `node` is, or is inside of.
     """
-    return False
+    return False  # nodes without a function of their own below decide nothing
 
 
 @_decides.register
