@@ -150,12 +150,10 @@ assert ops.all(ops.isfinite(Energy(dtype="float32")(far)))
 #
 # ## Keep the last layer in float32
 #
-# On torch, a sigmoid under `mixed_float16` passes a float16 probability to the loss. (On TensorFlow, [Keras
-# finds the logits behind the
-# sigmoid](https://github.com/keras-team/keras/blob/master/keras/src/backend/tensorflow/nn.py) and uses
-# them.) A logit of 8.5 has the probability 0.9998. Just below 1, float16 numbers are 2⁻¹¹ apart, so this
-# probability is rounded to 1. We compute the loss of this prediction for the target 1, where it is
-# right, and for the target 0, where it is wrong:
+# On torch, a sigmoid under `mixed_float16` passes a float16 probability to the loss. A logit of 8.5
+# has the probability 0.9998. Just below 1, float16 numbers are 2⁻¹¹ apart, so this probability is
+# rounded to 1. We compute the loss of this prediction for the target 1, where it is right, and for the
+# target 0, where it is wrong:
 
 # %%
 from_probability = keras.losses.BinaryCrossentropy()
@@ -397,6 +395,9 @@ def train_net(x, y, steps, scale, growth):
         record["counts"].append(int(optimizer.iterations))
     return record
 
+
+# %% [markdown]
+# We train the network on both backends, and print the loss scale before the first step and after each step:
 
 # %% tags=["nbval-ignore-output"]
 small = load_dataset("digits", image_size=8, augment=False)

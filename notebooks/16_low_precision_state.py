@@ -86,6 +86,9 @@ def bytes_held(dtype, optimizer):
     return {part: count / parameters for part, count in parts.items()}
 
 
+# %% [markdown]
+# We print the bytes of each setup, and the memory for a model of 7 billion parameters:
+
 # %%
 held = {name: bytes_held(*setup) for name, setup in SETUPS.items()}
 for name, parts in held.items():
@@ -147,9 +150,10 @@ class Adam:
 #
 # - [**Stochastic rounding**](https://arxiv.org/abs/2010.06192) rounds up or down at random. A sum that
 #   lies three tenths of the way to the next number is rounded up in three cases out of ten. On
-#   average, the result is exact. The code uses that a bf16 number is the upper half of the bits of an
-#   fp32 number. It adds 16 random bits to the lower half, and then sets the lower half to zero. The
-#   larger the lower half is, the more often the sum carries into the upper half and so rounds up.
+#   average, the result is exact. To see how the code works, note that a bf16 number is the upper half
+#   of the bits of an fp32 number. The code adds 16 random bits to the lower half. The larger the lower
+#   half is, the more often the sum carries into the upper half, which rounds the number up. Then the
+#   code sets the lower half to zero.
 # - **Kahan summation** keeps a second bf16 number for each weight. This number stores the rounding
 #   error, which is added to the next update.
 # - **fp32 masters** are a copy of the weights in fp32. The optimizer updates this copy, then casts it
@@ -227,6 +231,10 @@ def network():
     )
 
 
+# %% [markdown]
+# The training loop is the usual one, with the dtype of the model as an argument:
+
+
 # %%
 def train(seed, make_optimizer, steps, dtype=torch.float32):
     """Train, and return the losses and the network."""
@@ -279,9 +287,10 @@ for cured in ("bf16, stochastic", "bf16, Kahan", "bf16, masters"):
     assert lag < 0.1 * (min(at_the_end(losses["bf16, nearest"])) - of_fp32)
 
 # %% [markdown]
-# The figure shows how far each loss is above that of fp32 with the same seed: the mean over three seeds,
-# and bars for their range. The grey band is the range of fp32's own seeds. With rounding to nearest, the
-# bf16 weights learn far more slowly than fp32. With the three other ways they learn as fast as fp32.
+# The figure shows how far each loss is above that of fp32 with the same seed: the mean over three
+# seeds, and bars for their range. The grey band is the range of fp32's own seeds. With rounding to
+# nearest, the network with bf16 weights learns far more slowly than in fp32. With the three other ways
+# it learns as fast as in fp32.
 #
 # AMP has fp32 masters too: the model's weights are the masters, and autocast casts them. Each library
 # has its own names for these setups:
@@ -405,6 +414,9 @@ STATES = {
     "INT8, no zero": (int8, without_zero(8)),
     "4 bits, no zero": (e2m1, without_zero(4)),
 }
+
+# %% [markdown]
+# Each row counts the seeds whose loss stays finite, and gives the mean loss at the end:
 
 # %% tags=["nbval-ignore-output"]
 learned = {}

@@ -95,6 +95,9 @@ def xray_on_cuda(model):
     return result, {row.name: row.outputs[0][""][0] for row in result.modules}
 
 
+# %% [markdown]
+# We call this function on our GPT:
+
 # %% tags=["nbval-ignore-output"]
 result, dtypes = xray_on_cuda(small)
 assert result.low_share == 1  # of the FLOPs of matmuls
@@ -224,6 +227,9 @@ def chunked_loss(hidden, weight, targets, chunks):
     sums = [checkpoint(of_chunk, *part, use_reentrant=False) for part in parts]
     return torch.stack(sums).sum() / len(targets)
 
+
+# %% [markdown]
+# We compare the loss in chunks with the usual loss, for 1024 tokens and a vocabulary of 8000:
 
 # %%
 torch.manual_seed(0)

@@ -101,6 +101,9 @@ def quality(logits):
     return off, int((logits.argmax(1) != in_fp32.argmax(1)).sum())
 
 
+# %% [markdown]
+# The cell prints the relative error of the outputs (*off*):
+
 # %% tags=["nbval-ignore-output"]
 compiled = {"fp32 compiled": torch.compile(model), "bf16 compiled": torch.compile(cast_once)}
 WAYS = {"fp32": model, "bf16 autocast": autocast, "bf16 cast once": cast_once, **compiled}
@@ -197,6 +200,9 @@ def most_similar(features):
     return two.indices[:, 0], (two.values[:, 0] == two.values[:, 1]).float().mean().item()
 
 
+# %% [markdown]
+# We round the features to bf16, and compare them once in bf16 and once in fp32:
+
 # %% tags=["nbval-ignore-output"]
 with torch.inference_mode():
     features = F.normalize(model[:-1](images), dim=1)
@@ -245,6 +251,9 @@ with torch.inference_mode():
 counted(images[:7])
 compilations["with gradients"] = len(graphs)
 
+# %% [markdown]
+# Which of these calls caused a compilation?
+
 # %%
 for call, count in compilations.items():
     print(f"{call:<15} compilations so far: {count}")
@@ -276,6 +285,9 @@ assert list(compilations.values()) == [1, 2, 2, 3, 4, 5]
 def scaled_sum(x, y, z):
     return x * y + z
 
+
+# %% [markdown]
+# We compare the results in eager mode and compiled with the exact result in float64:
 
 # %% tags=["nbval-ignore-output"]
 torch.manual_seed(0)
