@@ -107,12 +107,18 @@ assert torch.tensor(1e30).half() == math.inf
 #
 # ## Range
 #
-# Four numbers describe a format: its smallest positive number, its smallest *normal* number, its largest
-# number, and *eps*, the spacing just above 1. A normal number has a 1 before the mantissa, as in the
-# formula above. The exponent cannot get smaller than that of the smallest normal number. Smaller numbers
-# have a 0 before the mantissa, so they have fewer significant bits. They are called *subnormal*. In the
-# table, the normal range goes from the smallest normal number to the largest number. The last column is
-# the precision in decimal digits, log10(2 / eps).
+# Four numbers describe a format:
+#
+# - the smallest positive number;
+# - the smallest *normal* number, that is, the smallest number with a 1 before the mantissa, as in the
+#   formula above. Smaller numbers are called *subnormal*: they have a 0 before the mantissa, so they have
+#   fewer significant bits;
+# - the largest number;
+# - *eps*, the distance from 1 to the next larger number.
+#
+# In the table, the normal range goes from the smallest normal number to the largest number. The last
+# column is the number of decimal digits: the 1 and the mantissa make log2(2 / eps) bits, which are worth
+# log10(2 / eps) digits.
 
 # %%
 print(f"{'format':<10}{'smallest':<10}{'normal range':<24}{'eps':<7}digits")
@@ -144,11 +150,13 @@ _ = figures.range_and_spacing(pictured)
 # subnormal (hatched).
 #
 # In the lower half, each line is flat where its numbers are normal: **the spacing grows with the number,
-# so the relative spacing stays about the same**, namely eps. Where numbers become subnormal, the line
-# rises to 2^0: the spacing is as large as the number. Below that number, only zero is left.
+# so the relative spacing stays about the same**, between eps/2 and eps. Where numbers become subnormal,
+# the line rises. It ends at 2^0, at the smallest positive number: the next smaller number is zero.
 # <!-- tests/notebooks/test_01_number_formats.py -->
 #
 # With 16 bits you have to choose: fp16 is finer (its dotted line lies on that of tf32), and bf16 is wider.
+# A format as wide as bf16 and as fine as fp16 needs 8 bits for the exponent, 10 for the mantissa and 1 for
+# the sign. These are 19 bits, as in TF32.
 #
 # ## Rounding
 #
@@ -196,9 +204,9 @@ assert (inf - inf).isnan()
 assert ((inf * 0) + 1).isnan()
 
 # %% [markdown]
-# fp16 returns infinity from 65520 on. The next number after 65504 would be 65536, and 65520 lies exactly
-# in the middle, so it is rounded up. bf16 does not overflow here, but it rounds the first three numbers to
-# 65536.
+# fp16 returns infinity from 65520 on. The next number after 65504 would be 65536. 65520 lies exactly in the
+# middle. The last bit of 65504 is 1, so this tie goes up, to infinity. bf16 does not overflow here, but it
+# rounds the first three numbers to 65536.
 #
 # Infinity minus infinity and infinity times zero are NaN (*not a number*). NaN usually spreads to every
 # result that is computed from it.
@@ -257,8 +265,8 @@ for name, expected in ends_at.items():
 
 # %% [markdown]
 # In bf16 and in fp16 the weight ends at 1, where it began. Each update was less than half the spacing at
-# 1, so every sum was rounded back to 1. At a weight of 1, fp16 loses updates up to 1/2048, and bf16 loses
-# updates up to 1/256. So **bf16 has about the range of fp32, but not its precision**: it even loses
+# 1, so every sum was rounded back to 1. To a weight of 1, fp16 cannot add an update of 1/2048 or less, and
+# bf16 cannot add an update of 1/256 or less. So **bf16 has about the range of fp32, but not its precision**: it even loses
 # updates that fp16 would keep.
 #
 # ## Three techniques that make 16 bits work
@@ -315,9 +323,9 @@ assert abs(scaled / expected - 1) < fp16.eps  # fp16 rounds once, by eps/2 at mo
 # %% [markdown]
 # Without a scale the gradient becomes zero. With a scale of 2^16 it arrives with the precision of fp16.
 # Loss scaling works because backpropagation is linear: if we multiply the loss by 2^16, every gradient is
-# 2^16 times as large on its way through fp16. Afterwards we divide by 2^16 in fp32. As 2^16 is a power of
-# two, scaling changes nothing else, unless a scaled gradient overflows. [Notebook
-# 03](03_grad_scaler_step_by_step.ipynb) shows how to find a good scale.
+# 2^16 times as large on its way through fp16. Afterwards we divide by 2^16 in fp32. Multiplying and
+# dividing by a power of two changes only the exponent, so it rounds nothing, unless a scaled gradient
+# overflows. [Notebook 03](03_grad_scaler_step_by_step.ipynb) shows how to find a good scale.
 #
 # ### 3. Sums in fp32, against swamping in matmuls
 #
@@ -349,8 +357,8 @@ assert not torch.backends.cuda.matmul.allow_fp16_accumulation
 #
 # Are gradients really that small? We train a small network on scikit-learn's handwritten digits in fp32
 # ([`course/digits.py`](course/digits.py)), and look at the gradients with respect to the *activations*
-# before and after training. First we print those of the logits. Under autocast in fp16, most of these
-# gradients [pass through fp16](02_autocast_dtypes.ipynb#Backward:-no-autocast-there).
+# before and after training. Under autocast in fp16, most gradients of activations [pass through
+# fp16](02_autocast_dtypes.ipynb#Backward:-no-autocast-there). First we print the gradients of the logits.
 
 # %% tags=["nbval-ignore-output"]
 images, labels = load_images(device)

@@ -84,8 +84,8 @@ def show(stage, layer):
 
 
 # %% [markdown]
-# The text quotes the printed numbers. `check` asserts that parameters and gradients agree with the text to
-# four decimals. We begin with the values before training.
+# `check` asserts that parameters and gradients have the values that we expect, to four decimals. We begin
+# with the values before training.
 
 
 # %%
@@ -181,7 +181,7 @@ check(layer, -0.8348, -1.9002, [-0.0591, 1.0])
 
 # %% [markdown]
 # To four decimals, the gradients equal those of the fp32 step. More digits show the rounding: the
-# gradient of the weight is the input, rounded to the 11 significant bits of fp16.
+# gradient of the weight is the input, rounded to fp16.
 
 # %%
 print(f"in fp32 {x.item():.8f}, through fp16 {layer.weight.grad.item():.8f}")
@@ -198,7 +198,8 @@ check(layer, -0.7756, -2.9002, [-0.0591, 1.0])
 
 # %% [markdown]
 # `update` comes last in the iteration, after you have called `scaler.step` for every optimizer. It adjusts
-# the scale for the next iteration, and clears the record of which optimizers have unscaled gradients.
+# the scale for the next iteration. It also clears the scaler's notes about this iteration, such as the note
+# that the gradients are already unscaled.
 
 # %%
 scaler.update()  # AMP
@@ -210,9 +211,10 @@ assert (scaler.get_scale(), good_steps) == (4096, 1)
 # %% [markdown]
 # No gradient overflowed, so `update` counted a *good* step and left the scale at 4096.
 #
-# Call the methods in this order, and call each method once per step. A second `unscale_` would divide the
-# gradients by 4096 again, so the scaler raises an error if there was no `update` in between. [Notebook
-# 08](08_when_amp_breaks.ipynb) shows other mistakes.
+# Call the methods in this order: `step` once for each optimizer, and `update` once per iteration. If you
+# call `unscale_`, call it only once before `step`. A second `unscale_` would divide the gradients by 4096
+# again, so the scaler raises an error if there was no `update` in between. The next cell shows this error.
+# [Notebook 08](08_when_amp_breaks.ipynb) shows other mistakes.
 
 # %%
 scaler.scale(layer(x)).backward()
@@ -227,8 +229,9 @@ assert "unscale_() has already been called" in message
 # %% [markdown]
 # ## An overflow: the step is skipped, the scale halves
 #
-# The largest fp16 number is 65504. In our network the loss is an fp16 tensor, and its gradient equals
-# the scale. A scale of 131072 (2^17) does not fit into fp16, so this gradient becomes infinite.
+# The largest fp16 number is 65504. In our network the loss is an fp16 tensor. The derivative of the scaled
+# loss with respect to the loss is the scale itself, so the backward pass begins with this number in fp16. A
+# scale of 131072 (2^17) does not fit into fp16, so the first gradient is already infinite.
 # `train_step` contains all lines of the step above and prints the result.
 
 
@@ -265,13 +268,6 @@ check(layer, -0.7756, -2.9002)
 # its scale.** As a rule of thumb, a few skipped steps at the start and one now and then are normal. If
 # the scale keeps falling, the gradients are probably inf or NaN at *any* scale: see [notebook
 # 08b](08b_learning.ipynb#The-loss-scale-falls-towards-0).
-#
-# A scaler costs one pass over all gradients in each step. With an ordinary optimizer, the CPU also
-# [waits for the
-# GPU](https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html#avoid-unnecessary-cpu-gpu-synchronization)
-# once in each step, because `scaler.step` has to read whether a gradient overflowed. A fused optimizer
-# (`fused=True`) checks this on the device, so the CPU need not wait. `get_scale()` makes the CPU wait
-# too, once the scaler has scaled a loss. <!-- tests/notebooks/test_03_grad_scaler_step_by_step.py -->
 #
 # ## Growth: after enough good steps, the scale doubles
 #
@@ -335,9 +331,18 @@ assert max(scales) > 65504
 # %% [markdown]
 # The scale doubles every ten steps until a gradient overflows. Each cross marks an overflow: the step is
 # skipped and the scale halves. The crosses are at different heights, because every batch has a different
-# largest gradient. The loss still ends at the level of the noise. By default the scale doubles after 2000
-# good steps. In the long run it doubles as often as it halves. So at most one step in 2000 is skipped,
-# unless the scale keeps falling.
+# largest gradient. The loss still ends at the level of the noise. By default the scale doubles only after
+# 2000 good steps. A scale that stays in the same range halves as often as it doubles, so at most about one
+# step in 2000 is skipped.
+#
+# ## What a scaler costs
+#
+# A scaler costs one pass over all gradients in each step. With an ordinary optimizer, the CPU also
+# [waits for the
+# GPU](https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html#avoid-unnecessary-cpu-gpu-synchronization)
+# in each step, because `scaler.step` has to read whether a gradient overflowed. A fused optimizer
+# (`fused=True`) checks this on the device, so the CPU need not wait. As soon as the scaler has scaled a
+# loss, `get_scale()` makes the CPU wait too. <!-- tests/notebooks/test_03_grad_scaler_step_by_step.py -->
 #
 # ## A scaler written by hand
 #
