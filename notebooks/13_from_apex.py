@@ -9,8 +9,7 @@
 # %% [markdown]
 # # Move from Apex to torch.amp
 #
-# This notebook is for you if you have code for `torch.cuda.amp` or for Apex, the library in which
-# NVIDIA offered mixed precision before PyTorch did.
+# This notebook is for you if you have code for NVIDIA's Apex or for torch.cuda.amp.
 #
 # **What you'll do.** Train a small network at each of Apex's four optimization levels, and compare each level
 # with the code that you would write today. Then move old code to `torch.amp`, by hand and with `amp-lab
