@@ -81,7 +81,8 @@ with torch.device("meta"):
 #
 # We load images and weights. The quick scale uses smaller pictures. The notebook uses Caltech-256 if
 # it is in `data/`, and pretrained weights if torchvision has them in its cache. Otherwise it generates
-# pictures and random weights. To fetch the images and the weights, set `DOWNLOAD` to `True`.
+# pictures and starts from random weights. To fetch the images and the weights, set `DOWNLOAD` to
+# `True`.
 
 # %% tags=["nbval-ignore-output"]
 DOWNLOAD = False  # True: fetch 1.2 GB of photographs and 98 MB of weights where they are missing
@@ -191,9 +192,10 @@ def train(precision):
 
 
 # %% [markdown]
-# We compare FP32 with each precision that this device accelerates. On a CPU we compare only FP32 and bf16,
-# because many CPUs are [very slow in fp16](../docs/hardware.md). Every precision gets the same images in
-# the same order. <!-- tests/core/test_device.py -->
+# We compare FP32 with each precision that this device accelerates. On a CPU we compare only FP32 and
+# bf16, because many CPUs are [very slow in fp16](../docs/hardware.md). The cell prints the mean loss
+# of the last epoch and the test accuracy. Every precision gets the same images in the same order.
+# <!-- tests/core/test_device.py -->
 
 # %% tags=["nbval-ignore-output"]
 precisions = [Precision.FP32, Precision.BF16]
@@ -351,9 +353,9 @@ for name in ("FP32, batch 512", "AMP, batch 512"):
 # Each line shows how many tensors there are, their size, dtype and shape. The peak is in the first
 # residual block, where three tensors with 256 maps are alive: the output of the block's three
 # convolutions, and the shortcut before and after its batch normalisation. The tensor with 64 maps is
-# the block's input. The tensor with 3 channels is the images. With AMP all maps take half the bytes,
-# but the images stay fp32. Earlier maps are already freed, because no parameter of the frozen backbone
-# needs a gradient.
+# the block's input. The tensor with 3 channels holds the images. With AMP all maps take half the
+# bytes, but the images stay fp32. Earlier maps are already freed, because no parameter of the frozen
+# backbone needs a gradient.
 #
 # ## Train the backbone too
 #

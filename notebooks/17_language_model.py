@@ -137,7 +137,7 @@ result
 # ### One dtype for q, k and v
 #
 # Without `.to(x.dtype)` the rotation would return q and k in fp32, while v is in 16 bits. Under
-# autocast, attention casts q, k and v to one dtype. Outside autocast, it raises an error:
+# autocast, attention casts q, k and v to one dtype. Outside autocast, attention raises an error:
 
 # %%
 q, v = torch.randn(1, 2, 8, 16), torch.randn(1, 2, 8, 16).bfloat16()
@@ -257,9 +257,10 @@ print(f"fp32 logits: {1024 * 8000 * 4 / 2**20:.1f} MiB, one chunk: {64 * 8000 * 
 # - the adapters in **fp32**, because bf16 would lose small updates ([notebook
 #   16](16_low_precision_state.ipynb)).
 #
-# peft does the same, unless you pass `autocast_adapter_dtype=False`. Under bf16 autocast the adapters'
-# matmuls run in bf16 like all others. We cast the adapter's output to the dtype of the base's output, so
-# that the sum is not fp32: <!-- tests/notebooks/test_17_language_model.py -->
+# peft, the LoRA library of Hugging Face, does the same, unless you pass
+# `autocast_adapter_dtype=False`. Under bf16 autocast the adapters' matmuls run in bf16 like all
+# others. We cast the adapter's output to the dtype of the base's output, so that the sum is not fp32:
+# <!-- tests/notebooks/test_17_language_model.py -->
 
 
 # %%
@@ -318,9 +319,9 @@ _, dtypes = xray_on_cuda(copy.deepcopy(adapted).cpu())
 assert dtypes["blocks.0.qkv"] == dtypes["blocks.1"] == torch.bfloat16  # no fp32 came in
 
 # %% [markdown]
-# Casting the base to bf16 hardly changed the loss, and fine-tuning lowered it. On a GPU that has fp16 and
-# no fast bf16, keep the base in fp16 and the adapters in fp32, and use fp16 autocast with the scaler. (The
-# scaler [refuses](08_when_amp_breaks.ipynb) adapters in fp16.)
+# Casting the base to bf16 hardly changed the loss, and fine-tuning lowered the loss. On a GPU that has
+# fp16 and no fast bf16, keep the base in fp16 and the adapters in fp32, and use fp16 autocast with the
+# scaler. (The scaler [refuses](08_when_amp_breaks.ipynb) adapters in fp16.)
 #
 # ### What merging loses
 #
@@ -393,10 +394,10 @@ assert abs(in_bf16 - in_fp32) < 0.01
 # on those before it. But the text in bf16 is not worse: the test loss is nearly the same. So compare
 # models by their loss, or by how often they choose the same next token. Do not compare whole texts.
 #
-# The same can happen within one precision. A matmul of a different shape may add in a different order.
-# The logits therefore change slightly with the batch size, the length of the text, and the cache of
-# keys and values. We compare the logits of ten characters, once alone and once at the beginning of a
-# longer text:
+# Two texts can also diverge within one precision. A matmul of a different shape may add in a different
+# order. The logits therefore change slightly with the batch size, the length of the text, and the
+# cache of keys and values. We compare the logits of ten characters, once alone and once at the
+# beginning of a longer text:
 
 # %% tags=["nbval-ignore-output"]
 for name, limit in (("fp32", 1e-3), ("bf16", 0.5)):
