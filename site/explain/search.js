@@ -23,14 +23,14 @@
 
   const found = fromReference();
   const pages = new Set(found.map(([page]) => page));
-  // A page counts by its best section, and a quarter of the next three.
+  // A page counts by its best section, and two fifths of the next three.
   const scores = new Map();
   for (const { ref, score } of AmpExplain.search(index, terms)) {
     const section = AmpSearchData.sections[Number(ref)];
     const page = scores.get(section[0]);
     if (!page) scores.set(section[0], { section, score, sections: 1 });
     else if (page.sections < 4) {
-      page.score += score / 4;
+      page.score += score * 0.4;
       page.sections += 1;
     }
   }
