@@ -155,6 +155,7 @@ assert failure.code == "AMP0018"
 # | [The temperature of a contrastive loss does not learn in bf16](../docs/other_models.md#what-needs-fp32-in-clip-and-other-contrastive-losses) `AMP0278` | `logit_scale` does not change in bf16 |
 # | [Batch norm's running statistics lag behind in 16 bits](16_low_precision_state.ipynb#Weights-in-bf16) `AMP0297` | evaluation is worse than training with batch norm and bf16-true |
 # | [A running sum or product (cumsum, cumprod) is inaccurate in 16 bits](08b_learning.ipynb#A-loss-summed-up-in-bf16-is-too-small) `AMP0300` | cumsum of a mask in bf16 gives equal positions |
+# | [Sums by index (index_add, embedding, h[index]) stop at 256 in bf16](08b_learning.ipynb#A-loss-summed-up-in-bf16-is-too-small) `AMP0304` | index_add_ or index_put_ with accumulate=True in bf16 stops at 256 |
 #
 # ### Repair errors of the GradScaler
 #
@@ -176,6 +177,7 @@ assert failure.code == "AMP0018"
 # | [Lightning refuses to clip with a fused optimizer](07_training_recipes.ipynb#Clip-gradients) `AMP0074` | `` The current optimizer, …, does not allow for gradient clipping because it performs unscaling of gradients internally. `` |
 # | [The ranks of FSDP need a common loss scale and a common decision to skip](11_scale_out.ipynb#One-decision-about-the-loss-scale) `AMP0138` | FSDP in fp16 hangs or the ranks diverge after an overflow |
 # | [A library replaced `optimizer.step` after you created the scheduler](13_from_apex.ipynb) `AMP0139` | `` Seems like `optimizer.step()` has been overridden after learning rate scheduler initialization. `` |
+# | [The logged loss is thousands of times too large](03_grad_scaler_step_by_step.ipynb) `AMP0306` | the printed loss is 65536 times too large with GradScaler |
 #
 # ### Repair clipping, the loop and a resumed run
 #
@@ -273,6 +275,7 @@ assert failure.code == "AMP0018"
 # | [fp32 results differ between two GPUs](19_choose_your_precision.ipynb#What-fp32-means) `AMP0186` | logits on two GPUs differ although everything is float32 |
 # | [A warning suggests TF32](19_choose_your_precision.ipynb#What-fp32-means) `AMP0187` | `` TensorFloat32 tensor cores for float32 matrix multiplication available but not enabled. `` |
 # | [An int8 matmul of bitsandbytes fails inside cuBLAS](../docs/quantized.md#is-load_in_8bit-computed-in-fp16-or-in-bf16) `AMP0315` | `` cublasLt ran into an error! `` |
+# | [A bf16 matmul or convolution on a CPU returns wrong values](../docs/hardware.md#cpus) `AMP0305` | bfloat16 matmul gives an incorrect result on the CPU, without mkldnn |
 #
 # ### Find the speed and the memory that AMP should save
 #

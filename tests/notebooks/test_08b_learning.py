@@ -333,3 +333,27 @@ def test_a_running_sum_in_bf16_has_equal_neighbours_above_256():
     assert mask.cumsum(0, dtype=torch.float32).tolist() == list(range(1, 401))
     assert mask.long().cumsum(0).tolist() == list(range(1, 401))
     assert torch.full((700,), 100.0).half().cumsum(0)[-1].isinf()
+
+
+@pytest.mark.parametrize(("dtype", "end"), [(torch.bfloat16, 256), (torch.float16, 2048)])
+def test_sums_by_index_stop_where_the_next_integer_is_missing(dtype, end):
+    """AMP0304."""
+    ones, index = torch.ones(5000, dtype=dtype), torch.zeros(5000, dtype=torch.long)
+    zeros = torch.zeros(1, dtype=dtype)
+    assert zeros.index_add(0, index, ones) == end
+    assert zeros.index_put((index,), ones, accumulate=True) == end
+    assert torch.segment_reduce(ones, "sum", lengths=torch.tensor([5000])) == end
+    h = torch.zeros(2, dtype=dtype, requires_grad=True)
+    h[index].sum().backward()
+    assert h.grad[0] == end
+    embedding = nn.Embedding(2, 1, dtype=dtype)
+    embedding(index).sum().backward()
+    assert embedding.weight.grad[0] == end
+    assert torch.zeros(1).index_add(0, index, ones.float()) == 5000
+    in_fp32 = torch.zeros(2, dtype=dtype, requires_grad=True)
+    in_fp32.float()[index].sum().backward()
+    assert abs(in_fp32.grad[0] - 5000) < 16  # rounded once
+    embedding = nn.Embedding(2, 1)
+    with torch.autocast("cpu", dtype=dtype):
+        embedding(index).sum().backward()
+    assert embedding.weight.grad[0] == 5000

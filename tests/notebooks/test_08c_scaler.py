@@ -556,3 +556,16 @@ def test_lightning_advances_the_schedule_only_after_a_step(recwarn):
 
     assert rates(overridden=False) == [1.0, 0.5, 0.25]
     assert rates(overridden=True) == [1.0, 1.0, 0.5]
+
+
+def test_a_loss_that_was_scaled_is_divided_by_the_scale_before_the_update():
+    """AMP0306."""
+    weight = nn.Parameter(torch.ones(()))
+    optimizer, scaler = torch.optim.SGD([weight], lr=0.0), torch.amp.GradScaler("cpu")
+    loss = weight * 0.5
+    scaled = scaler.scale(loss)
+    scaled.backward()
+    assert scaled.item() == 0.5 * 65536
+    assert scaled.item() / scaler.get_scale() == loss.item() == 0.5
+    scaler.step(optimizer)
+    scaler.update()

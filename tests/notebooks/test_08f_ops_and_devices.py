@@ -176,3 +176,17 @@ def test_an_unknown_mode_of_fp32_matmuls_has_no_effect():
     if message:  # torch warns once in a process
         found = read_explanation(message, reference_from(write_failures.reference()))
         assert found.failures[0].code == "AMP0187"
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_bf16_matmul_of_ones_is_exact_with_and_without_onednn(enabled):
+    """AMP0305: in this version of torch."""
+    ones = torch.ones(32, 1024, dtype=torch.bfloat16)
+    kernel = torch.ones(1, 1, 2, 2, dtype=torch.bfloat16)
+    before = torch.backends.mkldnn.set_flags(enabled)
+    try:
+        assert (ones @ ones.mT == 1024).all()
+        assert torch.conv2d(kernel, kernel) == 4
+    finally:
+        torch.backends.mkldnn.set_flags(before[0])
+    assert (ones.float() @ ones.float().mT == 1024).all()
