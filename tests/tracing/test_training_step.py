@@ -19,7 +19,7 @@ from amp_lab.tracing.optimizer_state import optimizer_bytes
 
 DOCS = Path(__file__).parents[2] / "docs"
 QUANTIZED = [row.name for row in OPTIMIZERS.values() if row.quantized is not None]
-OF_TORCH = [row for row in OPTIMIZERS.values() if row.quantized is None and not row.rest]
+OF_TORCH = [row for row in OPTIMIZERS.values() if row.in_torch and not row.rest]
 
 
 @pytest.mark.parametrize(
@@ -62,6 +62,11 @@ def test_a_row_is_enough_for_an_optimizer_whose_temporaries_overlap(
     row = Optimizer(f"new-{class_name}", class_name, overlaps=True)
     monkeypatch.setitem(OPTIMIZERS, row.name, row)
     test_optimizer_state_and_temporaries_are_those_of_torch(row.name, foreach)
+
+
+@pytest.mark.parametrize("row", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_in_torch_says_whether_torch_has_the_class(row):
+    assert row.in_torch == hasattr(torch.optim, row.class_name)
 
 
 def test_muon_is_for_matrices_and_adamw_for_the_rest():
@@ -124,7 +129,7 @@ def test_the_help_the_page_and_the_error_name_every_optimizer(capsys, monkeypatc
     help_text = " ".join(capsys.readouterr().out.split())
     assert f"one of {', '.join(OPTIMIZERS)} (default" in help_text
     with pytest.raises(TraceError, match=f"give one of {', '.join(OPTIMIZERS)}$"):
-        forecast_memory(nn.Linear(2, 2), torch.rand(2, 2), precision="fp32", optimizer="lion")
+        forecast_memory(nn.Linear(2, 2), torch.rand(2, 2), precision="fp32", optimizer="no-such")
     page = (DOCS / "your_model.md").read_text(encoding="utf-8")
     sentence = page.partition("`--optimizer` takes ")[2].partition(". ")[0]
     assert re.findall("`(.+?)`", sentence) == list(OPTIMIZERS)

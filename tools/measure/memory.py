@@ -226,7 +226,7 @@ def main():
     device = pick_device()
     parts = ("peaks", "largest") if device.type == "cuda" else ("activations",)
     options_parser = parser(__doc__, parts)
-    in_torch = [row.name for row in OPTIMIZERS.values() if row.quantized is None]
+    in_torch = [row.name for row in OPTIMIZERS.values() if row.in_torch]
     options_parser.add_argument("--optimizer", choices=in_torch, default="adam")
     options_parser.add_argument("--cap", default="16GiB", help="memory for the largest batch")
     options_parser.add_argument("--model", choices=WORKLOADS, action="append", help="default: all")

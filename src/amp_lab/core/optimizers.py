@@ -20,7 +20,10 @@ class QuantizedState:
 
 @dataclass(frozen=True)
 class Optimizer:
-    """The facts about one optimizer. Its memory is measured in a real step on ``meta`` tensors."""
+    """The facts about one optimizer.
+
+    If it is in `torch.optim`, its memory is measured in a real step on ``meta`` tensors.
+    """
 
     name: str  # what `forecast_memory` and ``--optimizer`` take
     class_name: str  # in `torch.optim`; in `torchao.optim` if `quantized` is given
@@ -35,6 +38,14 @@ class Optimizer:
     takes_sparse: bool = False  # whether it takes sparse gradients
     in_eight_bits: str = ""  # the optimizer that has the same state in eight bits, if there is one
     quantized: QuantizedState | None = None  # then torchao need not be installed
+
+    @property
+    def in_torch(self) -> bool:
+        """Whether the class is in `torch.optim`, so that a real step can be measured.
+
+        For any other optimizer, the bytes are computed from the facts in this row.
+        """
+        return self.quantized is None
 
     def make(self, parameters: Iterable[Any], **options: Any) -> Any:
         """Create the optimizer for parameters; `options` are further keywords of its class."""

@@ -33,7 +33,7 @@ def optimizer_bytes(name: str, parameters: Iterable[Parameter], device_type: str
     """
     optimizer = OPTIMIZERS[name]
     # A foreach step has the temporaries of all parameters together, a loop those of one at a time.
-    is_foreach = backend(device_type).foreach and optimizer.quantized is None
+    is_foreach = backend(device_type).foreach and optimizer.in_torch
     is_loop = optimizer.loops or (optimizer.overlaps and not is_foreach)
     # The parameters are grouped as they can be counted: an optimizer that loops over them is asked
     # for all at once, any other for one at a time.
@@ -69,8 +69,9 @@ def _bytes_of_group(
     """The bytes for parameters that one optimizer updates; `name` is that optimizer's."""
     optimizer = OPTIMIZERS[name]
     device = backend(device_type)
-    if optimizer.quantized is None:
+    if optimizer.in_torch:
         return _measure_step(optimizer, parameters, device)
+    assert optimizer.quantized is not None  # the only kind that torch lacks
     ((shape, dtype),) = parameters  # these optimizers are asked for one parameter at a time
     values = math.prod(shape)
     state, temporaries = _quantized_bytes(optimizer.quantized, values, dtype.itemsize)
