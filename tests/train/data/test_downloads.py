@@ -70,16 +70,20 @@ def md5(content: bytes) -> str:
     return hashlib.md5(content).hexdigest()
 
 
+def sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
 def test_a_download_is_whole_or_not_there(server, tmp_path):
     path = tmp_path / "new" / "file"
-    download(server.url, path, md5=md5(server.content))
+    download(server.url, path, checksum=md5(server.content))
     assert path.read_bytes() == server.content
     assert list(path.parent.iterdir()) == [path]
 
 
 def test_a_connection_that_breaks_off_is_taken_up_again(server, tmp_path):
     server.cut = 30_000
-    download(server.url, tmp_path / "file", md5=md5(server.content))
+    download(server.url, tmp_path / "file", checksum=md5(server.content))
     assert (tmp_path / "file").read_bytes() == server.content
     assert server.requests == [None, "bytes=30000-", "bytes=60000-", "bytes=90000-"]
 
@@ -88,13 +92,13 @@ def test_a_download_goes_on_where_an_earlier_call_stopped(server, tmp_path):
     path, part = tmp_path / "file", tmp_path / "file.part"
     part.write_bytes(server.content[:40_000])
     server.cut = 0  # nothing comes any more
-    said = refusal(download, server.url, path, md5=md5(server.content))
+    said = refusal(download, server.url, path, checksum=md5(server.content))
     assert server.url in said
     assert "ended after 40000 of 100000 bytes" in said
     assert part.stat().st_size == 40_000
     assert not path.exists()
     server.cut = None
-    download(server.url, path, md5=md5(server.content))
+    download(server.url, path, checksum=md5(server.content))
     assert path.read_bytes() == server.content
     assert server.requests[-1] == "bytes=40000-"
 
@@ -102,38 +106,45 @@ def test_a_download_goes_on_where_an_earlier_call_stopped(server, tmp_path):
 def test_a_server_that_cannot_resume_sends_it_all_again(server, tmp_path):
     server.ranges = False
     (tmp_path / "file.part").write_bytes(b"x" * 40_000)
-    download(server.url, tmp_path / "file", md5=md5(server.content))
+    download(server.url, tmp_path / "file", checksum=md5(server.content))
     assert (tmp_path / "file").read_bytes() == server.content
 
 
 @pytest.mark.parametrize("size", [40_000, 100_000, 150_000])
 def test_the_rest_of_another_version_is_noticed_and_all_is_fetched(size, server, tmp_path):
     (tmp_path / "file.part").write_bytes(b"x" * size)
-    download(server.url, tmp_path / "file", md5=md5(server.content))
+    download(server.url, tmp_path / "file", checksum=md5(server.content))
     assert (tmp_path / "file").read_bytes() == server.content
 
 
 def test_a_file_that_was_whole_already_is_not_fetched_again(server, tmp_path):
     (tmp_path / "file.part").write_bytes(server.content)
-    download(server.url, tmp_path / "file", md5=md5(server.content))
+    download(server.url, tmp_path / "file", checksum=md5(server.content))
     assert server.requests == ["bytes=100000-"]  # answered with 416, without content
 
 
-def test_a_wrong_file_is_refused_and_not_kept(server, tmp_path):
-    said = refusal(download, server.url, tmp_path / "file", md5=md5(b"other"))
-    assert md5(server.content) in said
+@pytest.mark.parametrize(("checksum", "name"), [(md5, "MD5"), (sha256, "SHA256")])
+def test_a_wrong_file_is_refused_and_not_kept(checksum, name, server, tmp_path):
+    said = refusal(download, server.url, tmp_path / "file", checksum=checksum(b"other"))
+    assert f"its {name} is {checksum(server.content)} instead of {checksum(b'other')}" in said
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_checksum_of_another_length_is_refused_before_the_download(server, tmp_path):
+    with pytest.raises(ValueError, match=r"'123': give an MD5 \(32 digits\) or a SHA-256"):
+        download(server.url, tmp_path / "file", checksum="123")
+    assert server.requests == []
 
 
 @pytest.mark.parametrize(("status", "said"), [(404, "404"), (403, "403"), (500, "500")])
 def test_a_server_that_refuses_is_quoted(status, said, server, tmp_path):
     server.status = status
-    assert said in refusal(download, server.url, tmp_path / "file", md5=md5(b""))
+    assert said in refusal(download, server.url, tmp_path / "file", checksum=md5(b""))
     assert list(tmp_path.iterdir()) == []
 
 
 def test_without_a_server_it_says_so(tmp_path):
-    said = refusal(download, "http://127.0.0.1:1/file", tmp_path / "file", md5="")
+    said = refusal(download, "http://127.0.0.1:1/file", tmp_path / "file", checksum=md5(b""))
     assert "http://127.0.0.1:1/file" in said
     assert "refused" in said
 
@@ -141,14 +152,14 @@ def test_without_a_server_it_says_so(tmp_path):
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
 def test_a_full_disk_is_told(server, tmp_path):
     (tmp_path / "file.part").symlink_to("/dev/full")
-    said = refusal(download, server.url, tmp_path / "file", md5=md5(server.content))
+    said = refusal(download, server.url, tmp_path / "file", checksum=md5(server.content))
     assert os.strerror(errno.ENOSPC) in said
     assert not (tmp_path / "file").exists()
 
 
 def test_a_folder_that_cannot_be_made_is_told(server, tmp_path):
     (tmp_path / "file").touch()
-    said = refusal(download, server.url, tmp_path / "file" / "in", md5=md5(server.content))
+    said = refusal(download, server.url, tmp_path / "file" / "in", checksum=md5(server.content))
     assert str(tmp_path / "file") in said
 
 
@@ -205,11 +216,11 @@ def test_data_that_cannot_be_fetched_names_the_address_and_the_stand_in(
     assert "make_stand_in('cifar10'" in said
 
 
-@pytest.fixture
-def poem(server, monkeypatch):
+@pytest.fixture(params=[md5, sha256])
+def poem(request, server, monkeypatch):
     """The name of a text that the server has, and that one row describes."""
     server.content = b"a poem of many words\n" * 1000
-    row = downloaded_text(server.url, md5=md5(server.content))
+    row = downloaded_text(server.url, checksum=request.param(server.content))
     monkeypatch.setitem(DATASETS, "poem", row)
     return "poem"
 

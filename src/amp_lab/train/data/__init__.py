@@ -101,7 +101,7 @@ def load(name: str, options: LoadOptions) -> DataSplits:
     row = DATASETS[name]
     try:
         if row.url:
-            return load_downloaded_text(name, row.url, row.md5, options)
+            return load_downloaded_text(name, row.url, row.checksum, options)
         return _MODULES[name].load(options)
     except OSError as error:  # a folder that may not be read, a disk that fails
         raise DataError(f"{name} cannot be read: {first_line(error)}") from error

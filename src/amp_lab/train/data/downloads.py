@@ -17,11 +17,13 @@ from tqdm import tqdm
 from amp_lab.core.errors import DataError, first_line
 from amp_lab.core.files import open_regular
 
+_ALGORITHMS = {32: "MD5", 64: "SHA256"}  # by the number of hexadecimal digits of a checksum
 
-def fetch(name: str, url: str, md5: str, folder: Path, *, may_download: bool) -> None:
+
+def fetch(name: str, url: str, checksum: str, folder: Path, *, may_download: bool) -> None:
     """Download the archive of the data set `name`, and unpack `folder` from it.
 
-    The archive, at `url` with this `md5`, has one folder at its top, with the same name as
+    The archive, at `url` with this `checksum`, has one folder at its top, with the same name as
     `folder`. An existing archive is not downloaded again. Several processes may call this function
     at once: one process downloads, and the others wait. Raises `DataError` if the download fails or
     is not allowed; the message says how to download the archive by hand.
@@ -32,7 +34,7 @@ def fetch(name: str, url: str, md5: str, folder: Path, *, may_download: bool) ->
         file_name = url.rpartition("/")[2]
         archive = parent / file_name
         if not archive.exists():
-            download(url, archive, md5=md5)
+            download(url, archive, checksum=checksum)
         unpack(archive, folder)
 
     by_hand = (
@@ -41,15 +43,19 @@ def fetch(name: str, url: str, md5: str, folder: Path, *, may_download: bool) ->
     _fetch(name, folder, download_and_unpack, by_hand, may_download=may_download)
 
 
-def fetch_file(name: str, url: str, md5: str, path: Path, *, may_download: bool) -> None:
-    """Download the data set `name`, which is the one file at `url` with this `md5`, to `path`.
+def fetch_file(name: str, url: str, checksum: str, path: Path, *, may_download: bool) -> None:
+    """Download the data set `name` to `path`: it is the one file at `url` with this `checksum`.
 
     Several processes may call this function at once: one process downloads, and the others wait.
     Raises `DataError` if the download fails or is not allowed; the message says how to download the
     file by hand.
     """
     by_hand = f"save {url} as {path}"
-    _fetch(name, path, lambda: download(url, path, md5=md5), by_hand, may_download=may_download)
+
+    def get() -> None:
+        download(url, path, checksum=checksum)
+
+    _fetch(name, path, get, by_hand, may_download=may_download)
 
 
 def _fetch(
@@ -74,25 +80,29 @@ def _fetch(
         raise DataError(f"{problem}. Instead, {by_hand}") from error
 
 
-def download(url: str, path: Path, *, md5: str) -> None:
-    """Download `url` to `path`, which exists only once the file is complete and its MD5 is right.
+def download(url: str, path: Path, *, checksum: str) -> None:
+    """Download `url` to `path`, which exists only once the file is complete with this `checksum`.
 
-    Until then the bytes are in ``path.part``. A later call resumes from them if the server can.
-    Raises `DataError` if the download fails, or if the file has the wrong MD5.
+    `checksum` is an MD5 or a SHA-256, see `algorithm_of`. Until then the bytes are in
+    ``path.part``. A later call resumes from them if the server can. Raises `DataError` if the
+    download fails, or if the file has another checksum.
     """
+    algorithm = algorithm_of(checksum)
     partial = path.with_name(f"{path.name}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         is_resumed = partial.exists()
         _receive(url, partial)
         # The server's file may have changed between the two calls: then download all of it.
-        if is_resumed and md5_of(partial) != md5:
+        if is_resumed and digest_of(partial, algorithm) != checksum:
             partial.unlink()
             _receive(url, partial)
-        actual_md5 = md5_of(partial)
-        if actual_md5 != md5:
+        actual = digest_of(partial, algorithm)
+        if actual != checksum:
             partial.unlink()
-            raise DataError(f"{url} is the wrong file: its MD5 is {actual_md5} instead of {md5}")
+            raise DataError(
+                f"{url} is the wrong file: its {algorithm} is {actual} instead of {checksum}"
+            )
         partial.replace(path)
     except (OSError, http.client.HTTPException) as error:
         raise DataError(
@@ -169,7 +179,24 @@ def unpack(archive: Path, folder: Path) -> None:
     archive.unlink()
 
 
+def algorithm_of(checksum: str) -> str:
+    """The algorithm of a checksum in hexadecimal digits: ``MD5`` (32 digits) or ``SHA256`` (64).
+
+    Raises `ValueError` for another number of digits.
+    """
+    algorithm = _ALGORITHMS.get(len(checksum))
+    if algorithm is None:
+        raise ValueError(f"checksum {checksum!r}: give an MD5 (32 digits) or a SHA-256 (64 digits)")
+    return algorithm
+
+
+def digest_of(path: Path, algorithm: str) -> str:
+    """The checksum of a file, in hexadecimal digits; `algorithm` as from `algorithm_of`."""
+    with open_regular(path) as file:
+        digest = hashlib.file_digest(file, lambda: hashlib.new(algorithm, usedforsecurity=False))
+    return digest.hexdigest()
+
+
 def md5_of(path: Path) -> str:
     """MD5 of a file, in hexadecimal digits."""
-    with open_regular(path) as file:
-        return hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
+    return digest_of(path, "MD5")

@@ -31,13 +31,16 @@ class DatasetRow:
     has_image_files: bool = False  # one for each image, which may be damaged
     notice: str = ""  # a line that every run reports, such as a licence
     url: str = ""  # of a text that is one file to download
-    md5: str = ""  # of this file
+    checksum: str = ""  # of this file: its MD5 or its SHA-256
 
 
-def downloaded_text(url: str, *, md5: str, notice: str = "") -> DatasetRow:
-    """The row of a text that is one file: UTF-8, at `url`, with this MD5."""
+def downloaded_text(url: str, *, checksum: str, notice: str = "") -> DatasetRow:
+    """The row of a text that is one file: UTF-8, at `url`.
+
+    `checksum` is its MD5 or its SHA-256, in hexadecimal digits.
+    """
     return DatasetRow(
-        "text_download", Source.DOWNLOAD, is_text=True, notice=notice, url=url, md5=md5
+        "text_download", Source.DOWNLOAD, is_text=True, notice=notice, url=url, checksum=checksum
     )
 
 
