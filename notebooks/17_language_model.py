@@ -191,8 +191,8 @@ for name, precision in PRECISIONS.items():
 print(f"two seeds in fp32 differ by up to {between_seeds:.2g}")
 
 # %% [markdown]
-# The precision changes the loss far less than the seed does. Expect the same for your own model. If the
-# precision changes its loss more than the seed does, look for the cause in [notebook
+# The precision changes the loss far less than the seed does. Compare your own model in the same
+# way: if the precision changes its loss more than the seed does, look for the cause in [notebook
 # 08](08_when_amp_breaks.ipynb).
 #
 # ## The loss over a large vocabulary
@@ -245,8 +245,8 @@ print(f"fp32 logits: {1024 * 8000 * 4 / 2**20:.1f} MiB, one chunk: {64 * 8000 * 
 # the forward and the backward pass. `checkpoint` needs no change under autocast ([notebook
 # 07](07_training_recipes.ipynb#Checkpoint-activations) has an exception). From torch 2.13 on,
 # [`F.linear_cross_entropy`](https://docs.pytorch.org/docs/2.13/generated/torch.nn.functional.linear_cross_entropy.html)
-# with `options` computes such a loss. But autocast does not apply to it, and for bf16 inputs it
-# returns the loss in bf16. <!-- tests/notebooks/test_17_language_model.py -->
+# with `options` computes the loss in chunks too. Autocast does not cast its inputs, and for bf16
+# inputs it returns the loss in bf16, so pass fp32 inputs. <!-- tests/notebooks/test_17_language_model.py -->
 #
 # ## Fine-tune with LoRA
 #
@@ -259,7 +259,8 @@ print(f"fp32 logits: {1024 * 8000 * 4 / 2**20:.1f} MiB, one chunk: {64 * 8000 * 
 #
 # peft, the LoRA library of Hugging Face, does the same, unless you pass
 # `autocast_adapter_dtype=False`. Under bf16 autocast the adapters' matmuls run in bf16 like all
-# others. We cast the adapter's output to the dtype of the base's output, so that the sum is not fp32:
+# others. Without autocast they run in fp32. We cast the adapter's output to the dtype of the base's output,
+# so that the sum is not fp32:
 # <!-- tests/notebooks/test_17_language_model.py -->
 
 
@@ -347,8 +348,8 @@ assert arrived[1e-4] < 0.2 < arrived[1e-3] < 0.8
 assert stayed[1e-3] > 0.5
 
 # %% [markdown]
-# Neighbouring bf16 numbers are 0.4 to 0.8 % apart. If the update is larger than this distance, its
-# rounding errors mostly cancel out, even if some values do not change. At a thousandth of the weight,
+# Neighbouring bf16 numbers are 0.4 to 0.8 % apart. If the update is larger than this distance, some values
+# move too far and others too little, so the sum of all changes is about right. At a thousandth of the weight,
 # most values do not change, and a large part of the update is lost. So choose one of these:
 #
 # - Keep the adapter separate.
