@@ -73,7 +73,7 @@ assert defaults == [torch.bfloat16] + [torch.float16] * 3
 # | policy | what autocast does | typical ops |
 # |---|---|---|
 # | lower precision | casts the inputs to `low` | `linear`, `conv2d`, `matmul` |
-# | fp32 | casts the inputs to fp32, or asks for an fp32 result | most losses; on a GPU also `exp`, `softmax` and `layer_norm` |
+# | fp32 | casts the inputs to fp32, or sets `dtype=torch.float32` | most losses; on a GPU also `exp`, `softmax` and `layer_norm` |
 # | promote | casts the inputs to fp32 if one of them is fp32, otherwise to `low` | a few ops that combine tensors, such as `index_copy` and `cat` on a CPU |
 # | (not on the list) | nothing: the op runs in the dtype of its inputs | `relu`, `add`, `mean` |
 #
@@ -204,8 +204,8 @@ assert weight.grad.dtype is weight.dtype is torch.float32
 # no arithmetic.)
 #
 # **Keep `backward()` out of the block.** Inside, [autocast would apply its list to the backward
-# ops](https://docs.pytorch.org/docs/stable/amp.html#torch.autocast) as well. A matmul that ran in fp32 on
-# purpose would then get its gradient in low precision. <!-- tests/notebooks/test_02_autocast_dtypes.py -->
+# ops](https://docs.pytorch.org/docs/stable/amp.html#torch.autocast) as well. The backward of a matmul that ran
+# in fp32 on purpose would then run in low precision. <!-- tests/notebooks/test_02_autocast_dtypes.py -->
 #
 # ## Nest and disable autocast
 #
@@ -229,8 +229,9 @@ assert (careless.dtype, careful.dtype, back.dtype) == (low, torch.float32, low)
 # need no cast, because autocast casts again.
 #
 # Autocast is also a decorator: `@torch.autocast(device.type, dtype=low)` above a `forward` puts the whole
-# function into a block, no matter who calls it. In threads you need the decorator, because [a new thread
-# begins without autocast](08g_speed_and_memory.ipynb#A-thread-runs-without-autocast-or-in-another-dtype).
+# function into a block, no matter who calls it. A new thread [begins without
+# autocast](08g_speed_and_memory.ipynb#A-thread-runs-without-autocast-or-in-another-dtype), so
+# the function that runs in the thread needs the decorator or a block of its own.
 #
 # ## The cache of weight casts
 #

@@ -184,7 +184,7 @@ assert all(report.rates[precision] for precision in precisions)  # the device ca
 #
 # We train with three seeds in each precision. A single run would prove little, because the loss also
 # differs from seed to seed. So we compare the difference between precisions with this spread. Before you
-# run this: will the line of bf16 lie above that of FP32, below it, or on it?
+# run this: will the loss curve of bf16 lie above that of FP32, below it, or on it?
 
 
 # %% tags=["nbval-ignore-output"]
@@ -202,7 +202,7 @@ for loss in losses.values():  # (seeds, epochs)
 
 # %% [markdown]
 # Each line is the mean loss over the seeds, on a logarithmic axis. The band around a line reaches from
-# the lowest seed to the highest. On two CPU cores the two lines coincide, and the bands overlap nearly
+# the lowest seed to the highest. On two CPU cores the two lines nearly coincide, and the bands overlap nearly
 # everywhere.
 #
 # To put a number on the difference, we average the loss of each run over the last ten epochs. Then we
@@ -214,7 +214,7 @@ fp32_final = final[Precision.FP32]
 for precision, loss in final.items():
     difference = (loss.mean() - fp32_final.mean()).item()
     print(f"{precision}: mean loss {loss.mean():.5f}, difference from fp32 {difference:+.5f}")
-    assert abs(difference) < 0.2 * fp32_final.mean()  # seeds differ this much during training
+    assert abs(difference) < 0.2 * fp32_final.mean()  # a larger difference would need a reason
 print(f"the seeds of fp32 differ by up to {(fp32_final.max() - fp32_final.min()).item():.5f}")
 
 # %% [markdown]
@@ -367,8 +367,8 @@ for task, (fp32_s, amp_s, fp32_mb, amp_mb) in article.items():
 # run of each cannot tell whether this is an effect or chance.
 #
 # **The article stopped the clock too early.** A call that starts work on a GPU returns before the work is
-# done. If you read the clock without synchronising first, you time how fast the CPU queues work [*(not yet
-# seen on a GPU)*](../data/results/README.md "clock-too-early"). `compare` always waits, so we write a
+# done. If you read the clock without synchronising first, you time how fast the CPU queues work. We have
+# not yet run this notebook on a GPU [*(not yet seen on a GPU)*](../data/results/README.md "clock-too-early"). `compare` always waits, so we write a
 # clock that waits only if we ask it to. `Rounds` is the part of `compare` that detects other programs.
 
 
@@ -402,7 +402,8 @@ assert not hidden.is_below(0.9)
 assert device.type != "cpu" or not hidden.is_above(1.1)
 
 # %% [markdown]
-# On a CPU the two clocks agree. If the second line is well above 1x on your device, the clock that does
+# On a CPU the two clocks agree. (The ratio is the median over rounds in which both took turns, so it differs
+# a little from the ratio of the two times.) If the second line is well above 1x on your device, the clock that does
 # not wait reports a speed-up where there is none: both clocks time the same step. (We time FP32, because
 # with fp16 the scaler [usually
 # waits](03_grad_scaler_step_by_step.ipynb#An-overflow:-the-step-is-skipped,-the-scale-halves) for the

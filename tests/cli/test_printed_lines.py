@@ -36,6 +36,12 @@ def commands() -> list[tuple[str, list[str]]]:
 COMMANDS = commands()
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_page_begins_with_its_title(page):
+    lines = page.read_text(encoding="utf-8").splitlines()
+    assert lines[0].startswith("# ")
+
+
 @pytest.mark.parametrize(("page", "arguments"), COMMANDS, ids=lambda value: str(value)[:60])
 def test_a_command_on_a_page_is_one_that_there_is(page, arguments):
     options = cli._parser().parse_args(arguments)
