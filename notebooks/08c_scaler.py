@@ -291,6 +291,10 @@ assert model[0].weight.grad is None
 # ## Scaler methods are called in the wrong order
 #
 # `AMP0012` <!-- failure
+# quoted = [
+#   "Attempted unscale_ but _scale is None",
+#   "Attempted step but _scale is None",
+# ]
 # messages = [
 #   "step() has already been called since the last update().",
 #   "unscale_() is being called after step().",

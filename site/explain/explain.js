@@ -3,7 +3,7 @@
 "use strict";
 
 const AmpExplain = (() => {
-  const MOST = 3, MAX_CHARACTERS = 1e6, LONGEST_QUESTION = 3000, LONGEST_MESSAGE = 400, LONGEST_CONTEXT = 6000;
+  const MOST = 3, MAX_CHARACTERS = 1e6, LONGEST_QUESTION = 3000, LONGEST_MESSAGE = 400, LONGEST_CONTEXT = 6000, NUMBERS_OF_A_LOG = 4;
   const WORDS_IN_COMMON = 4, SCORE_OF_A_WORD = 4.8, LONGEST_PHRASE = 3;
   const WORDS_OF_A_WINNER = 6, SHARE_OF_A_WINNER = 0.4, LEAD_OF_A_WINNER = 2;
   const ERROR = /(?<![A-Za-z_.])[A-Za-z_.]*(?:Error|Exception)\b ?:/g;
@@ -110,7 +110,9 @@ const AmpExplain = (() => {
   function questionOf(line) {
     const printed = [...line.matchAll(PRINTED)];
     if (printed.length) return line.slice(printed.at(-1).index).slice(0, LONGEST_MESSAGE);
-    return line.length <= LONGEST_QUESTION ? line.replace(LOGGED_NUMBER, " ") : "";
+    if (line.length > LONGEST_QUESTION) return "";
+    const isLog = (line.match(LOGGED_NUMBER) ?? []).length >= NUMBERS_OF_A_LOG;
+    return isLog ? line.replace(LOGGED_NUMBER, " ") : line;
   }
 
   function isAboutPrecision(question, failures, reference) {

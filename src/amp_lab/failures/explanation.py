@@ -28,6 +28,7 @@ _PRINTED = re.compile(r"(?<![A-Za-z_.])[A-Za-z_.]*(?:Error|Exception|Warning|Uns
 _ERROR = re.compile(r"(?<![A-Za-z_.])[A-Za-z_.]*(?:Error|Exception)\b ?:")
 _CODE = re.compile(r"(?<![A-Za-z0-9_])AMP[0-9]{4}(?![A-Za-z0-9_])", re.IGNORECASE)
 _LOGGED_NUMBER = re.compile(r"[\w/]+ ?[:=] ?-?\d[\w.:+-]*,?")  # such as `lr: 1.0e-03` in a log
+_NUMBERS_OF_A_LOG = 4  # fewer of them may be settings, such as `precision=16`
 # A frame of a traceback: Python's own, then IPython's.
 _FRAME = re.compile(
     r"""^[ \t│]*File\ "(?P<file>[^"\n]+)",\ line\ (?P<line>\d+)(?:,\ in\ (?P<function>[^\n]+))?
@@ -203,7 +204,10 @@ def question_of(text: str) -> str:
     printed = [found.start() for found in _PRINTED.finditer(line)]
     if printed:
         return line[printed[-1] :][:_LONGEST_MESSAGE]
-    return _LOGGED_NUMBER.sub(" ", line) if len(line) <= _LONGEST_QUESTION else ""
+    if len(line) > _LONGEST_QUESTION:
+        return ""
+    is_log = len(_LOGGED_NUMBER.findall(line)) >= _NUMBERS_OF_A_LOG
+    return _LOGGED_NUMBER.sub(" ", line) if is_log else line
 
 
 def _by_words(question: str, reference: Reference) -> list[dict[str, Any]]:
