@@ -335,11 +335,11 @@ def test_memory_of_inference(capsys):
     out = printed(capsys, *asked, "--memory", "1GiB")
     assert "inference_mode on cuda" in out
     head = next(line for line in out.splitlines() if line.startswith("in MiB"))
-    assert re.split(r"  +", head) == ["in MiB", "fp32", "bf16 autocast", "bf16 cast"]
+    assert re.split(r"  +", head) == ["in MiB", "fp32", "bf16 autocast", "bf16 weights"]
     found = json.loads(printed(capsys, *asked, "--precision", "fp16", "--format", "json"))
     assert [forecast["way"] for forecast in found["forecasts"]][:2] == [
         "fp16 autocast",
-        "fp16 cast",
+        "fp16 weights",
     ]
 
 

@@ -128,7 +128,7 @@ def test_a_weight_that_an_embedding_shares_stays_in_16_bits():
 
     found = table(Tied().eval(), torch.zeros(2, 3, dtype=torch.int64), device_type="cpu")
     assert "int8" not in [forecast.way for forecast in found.forecasts]
-    assert found["bf16 cast"].weights == 50 * 16 * 2
+    assert found["bf16 weights"].weights == 50 * 16 * 2
 
 
 def test_a_weight_that_a_parametrization_computes_stays_in_16_bits():
@@ -136,7 +136,7 @@ def test_a_weight_that_a_parametrization_computes_stays_in_16_bits():
     found = table(nn.Sequential(computed), torch.rand(2, 8), device_type="cpu")
     assert "int8" not in [forecast.way for forecast in found.forecasts]
     found = table(nn.Sequential(computed, nn.Linear(8, 8)), torch.rand(2, 8), device_type="cpu")
-    saved = found["bf16 cast"].weights - found["int8"].weights
+    saved = found["bf16 weights"].weights - found["int8"].weights
     assert saved == 8 * 8 * 2 - QUANTIZED_WEIGHTS[0].bytes_of(8, 8)  # of the other layer
 
 
@@ -150,7 +150,7 @@ def test_the_largest_batch_is_the_largest_that_fits():
             for batch in (largest, largest + 1)
         }
         assert forecasts[largest] <= memory < forecasts[largest + 1], way
-    assert list(found.largest) == ["fp32", "bf16 autocast", "bf16 cast", "int8", "int4"]
+    assert list(found.largest) == ["fp32", "bf16 autocast", "bf16 weights", "int8", "int4"]
 
 
 def test_a_model_that_refuses_cast_weights_is_named_and_the_others_are_forecast():
@@ -160,8 +160,8 @@ def test_a_model_that_refuses_cast_weights_is_named_and_the_others_are_forecast(
 
     found = table(MakesFloats(4, 4).eval(), torch.rand(2, 4))
     assert [forecast.way for forecast in found.forecasts] == ["fp32", "bf16 autocast"]
-    assert set(found.failed) == {"bf16 cast"}
-    assert re.search(r"No forecast .*bf16 cast: MakesFloats .*\(2, 4\)", str(found))
+    assert set(found.failed) == {"bf16 weights"}
+    assert re.search(r"No forecast .*bf16 weights: MakesFloats .*\(2, 4\)", str(found))
 
 
 def test_a_wrong_input_is_an_error():
@@ -181,7 +181,7 @@ def test_the_model_is_as_it_was():
 
 def test_a_model_in_16_bits_is_forecast_in_fp32_too():
     found = table(mlp().bfloat16(), torch.rand(2, 256), device_type="cpu")
-    assert found["fp32"].weights == 2 * found["bf16 cast"].weights
+    assert found["fp32"].weights == 2 * found["bf16 weights"].weights
     assert found["fp32"].peak == table(mlp(), torch.rand(2, 256), device_type="cpu")["fp32"].peak
 
 

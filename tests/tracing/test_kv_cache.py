@@ -121,7 +121,7 @@ def test_a_model_of_images_has_no_cache():
 
 def test_the_table_has_the_cache_in_the_dtype_of_each_way():
     found = table(Attends(), tokens=100)
-    size = {"fp32": FP32, "bf16 autocast": BF16, "bf16 cast": BF16, "int8": BF16, "int4": BF16}
+    size = {"fp32": FP32, "bf16 autocast": BF16, "bf16 weights": BF16, "int8": BF16, "int4": BF16}
     for way, itemsize in size.items():
         cache = found[way].cache
         assert cache.dtype == ("fp32" if itemsize == FP32 else "bf16"), way

@@ -17,7 +17,7 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 pytestmark = pytest.mark.slow
 
 BATCH, TOKENS, MORE = 2, 8, 24
-WAYS = ("fp32", "bf16 autocast", "bf16 cast")
+WAYS = ("fp32", "bf16 autocast", "bf16 weights")
 LLAMA = {
     "hidden_size": 32,
     "intermediate_size": 64,
@@ -58,7 +58,7 @@ def ids(tokens: int = TOKENS) -> torch.Tensor:
 
 def real_tensors(model: nn.Module, way: str, **inputs) -> list[torch.Tensor]:
     """Keys and values of the cache that a real pass returns."""
-    if way.endswith("cast") and not way.endswith("autocast"):
+    if way.endswith("weights"):
         model = copy.deepcopy(model).bfloat16()
     autocast = torch.autocast("cpu", torch.bfloat16) if "autocast" in way else None
     with torch.inference_mode(), autocast or contextlib.nullcontext():
@@ -115,7 +115,7 @@ def test_the_cache_is_told_of_a_device_that_is_not_here(name):
     model = MODELS[name]()
     call = ModelCall(model, (), {"input_ids": ids()})
     found = inference_table(call, device_type="cuda", tokens=MORE)
-    for way in ("fp32", "bf16 cast"):
+    for way in ("fp32", "bf16 weights"):
         assert found[way].cache.nbytes == real_bytes(model, way, input_ids=ids())
         assert found[way].cache.nbytes_asked == real_bytes(model, way, input_ids=ids(MORE))
 
@@ -157,7 +157,7 @@ def test_a_static_cache_that_is_given_is_told_and_not_extrapolated():
     given = static_cache(model)
     call = ModelCall(model, (), {"input_ids": ids(), "past_key_values": given})
     found = inference_table(call, device_type="cpu", tokens=MORE)
-    for way in ("fp32", "bf16 cast"):
+    for way in ("fp32", "bf16 weights"):
         real = real_bytes(model, way, input_ids=ids(), past_key_values=static_cache(model))
         assert found[way].cache.nbytes == real, way
         assert found[way].cache.per_token is None, way

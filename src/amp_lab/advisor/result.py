@@ -9,8 +9,12 @@ from typing import Any
 
 from amp_lab.advisor.candidates import Candidate
 from amp_lab.core.files import GENERATOR, save
-from amp_lab.core.report import Printed, Table, bytes_text, listed
+from amp_lab.core.report import Printed, Table, bytes_text
 
+_AGAINST_FP32 = (
+    "Against fp32: the error of the gradients in the first step, and the fall of the loss in a few "
+    "steps, relative to the fall in fp32. For inference, the error of the output."
+)
 # Tables and programs that are wider than a phone can be scrolled.
 _PAGE = """\
 <!doctype html>
@@ -112,16 +116,17 @@ class Advice(Printed):
 
     def _table(self) -> Table:
         """A row for each candidate, and the remarks below."""
+        facts = [
+            "The peak and the largest batch are forecasts. Each speed-up is shown with its 95 % "
+            "interval."
+        ]
+        if any(candidate.against_fp32 for candidate in self.candidates):
+            facts.append(_AGAINST_FP32)
         return Table(
             ["for", "recipe", "ms", "speed-up", "against fp32", "peak", "batch", "verdict"],
             [_cells(candidate) for candidate in self.candidates],
             caption=self.title,
-            facts=[
-                (
-                    "The peak and the largest batch are forecasts. Each speed-up is shown with "
-                    "its interval."
-                )
-            ],
+            facts=facts,
             advice=[*self.watch, *self._reasons()],
             right=(2, 5, 6),
         )
@@ -135,10 +140,11 @@ class Advice(Printed):
         recipes: dict[tuple[str, str], list[str]] = {}  # by verdict and reason
         for c in self.candidates:
             if c.reason and c.reason not in remarks:
-                recipes.setdefault((c.verdict, c.reason), []).append(f"{c.name} ({c.recipe.use})")
+                name = f"{c.recipe.use} in {c.name}"
+                recipes.setdefault((c.verdict, c.reason), []).append(name)
         reasons = []
         for (verdict, reason), names in recipes.items():
-            reasons.append(f"{listed(names)}: {verdict}: {reason}")
+            reasons.append(f"{verdict} ({'; '.join(names)}): {reason}")
         return reasons
 
 

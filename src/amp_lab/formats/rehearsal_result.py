@@ -242,8 +242,8 @@ class TrainingRehearsal(Rehearsal):
     def _model_rows(self) -> dict[str, list[str]]:
         """Rows of the errors of gradients and loss, and of the last loss if it was trained."""
         rows = {
-            "error of the gradients": [f"{100 * r.gradients_off:.2g} %" for r in self.formats],
-            "error of the loss": [f"{100 * r.loss_off:+.2g} %" for r in self.formats],
+            "error of the gradients": [_gradients_text(r) for r in self.formats],
+            "error of the loss": [_loss_error_text(r) for r in self.formats],
         }
         if self.steps:
             rows[f"loss after {self.steps} steps"] = [_loss_text(r) for r in self.formats]
@@ -253,7 +253,8 @@ class TrainingRehearsal(Rehearsal):
         """Explain the numbers, and the check of one step unless the model was trained."""
         numbers = (
             "Each number is the SQNR in dB (signal-to-quantisation-noise ratio) of the worst "
-            "of the layer's three matmuls. Leave layers with * in bf16."
+            "of the layer's three matmuls. A higher SQNR means a smaller error. Leave layers with "
+            "* in bf16."
         )
         if self.steps:
             return numbers, []
@@ -280,7 +281,8 @@ class InferenceRehearsal(Rehearsal):
         """Explain the numbers, and the check of the output."""
         numbers = (
             "Each number is the SQNR in dB (signal-to-quantisation-noise ratio) of the "
-            "layer's forward matmul. Leave layers with * in bf16."
+            "layer's forward matmul. A higher SQNR means a smaller error. Leave layers with * in "
+            "bf16."
         )
         limit = f"at most {OUTPUT_OFF:.0%}, or at most {_TIMES_BF16} times the bf16 error"
         checks = (
@@ -295,6 +297,20 @@ def _gain_text(report: FormatReport) -> str:
     if report.gain is None:
         return "-"
     return f"{report.gain:.2f}x"
+
+
+def _gradients_text(report: TrainingReport) -> str:
+    """The error of the gradients in percent; ``-`` if no layer can be converted."""
+    if not report.layers:
+        return "-"
+    return f"{100 * report.gradients_off:.2g} %"
+
+
+def _loss_error_text(report: TrainingReport) -> str:
+    """The error of the first loss in percent; ``-`` if no layer can be converted."""
+    if not report.layers:
+        return "-"
+    return f"{100 * report.loss_off:+.2g} %"
 
 
 def _loss_text(report: TrainingReport) -> str:

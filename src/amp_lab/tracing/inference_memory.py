@@ -1,6 +1,7 @@
 """Forecast the memory of inference for each way to run a model, and the largest batch.
 
-A way is a precision, with autocast or cast weights: "fp32", "bf16 autocast", "bf16 cast", "int8".
+A way is a precision, with autocast or cast weights: "fp32", "bf16 autocast", "bf16 weights" or
+"int8".
 """
 
 import dataclasses
@@ -336,12 +337,12 @@ class InferenceStep(TraceableStep):
 
     @property
     def column(self) -> str:
-        """The name of the way in a table: "fp32", "bf16 autocast" or "bf16 cast"."""
+        """The name of the way in a table: "fp32", "bf16 autocast" or "bf16 weights"."""
         if self.precision not in _LOW_PRECISIONS:
             return str(self.precision)
         if self.by_autocast:
             return f"{self.precision} autocast"
-        return f"{self.precision} cast"
+        return f"{self.precision} weights"
 
     def _trace(self, call: ModelCall, replay: Replay) -> "TracedInference":
         """Run the pass, cast or under autocast, and record the storages that it allocates."""

@@ -51,7 +51,7 @@ class InferenceForecast(Printed):
     model: str
     input_shapes: tuple[tuple[int, ...], ...]
     device_type: str
-    way: str  # "fp32", "bf16 autocast", "bf16 cast", "int8"
+    way: str  # "fp32", "bf16 autocast", "bf16 weights", "int8"
     weights: int
     buffers: int
     inputs: int
@@ -169,7 +169,7 @@ class InferenceTable(ForecastTable):
         if any(forecast.way.startswith("int") for forecast in self.forecasts):
             yield (
                 "int8 and int4: the weights of linear layers are counted as torchao stores them, "
-                "and all others as cast. Memory for unpacking in a kernel is not counted."
+                "and all other weights in 16 bits. Memory for unpacking in a kernel is not counted."
             )
         if self.forecasts[0].decisions:
             yield self.forecasts[0].decisions

@@ -24,7 +24,7 @@ class ForecastTable(Printed):
     no_largest: dict[str, str] = field(default_factory=dict)  # why there is no batch, by column
 
     def __getitem__(self, column: str) -> Any:
-        """The forecast of a column, such as "bf16" or "bf16 cast"; `KeyError` if there is none."""
+        """The forecast of a column, such as "bf16 weights"; `KeyError` if there is none."""
         return {forecast.column: forecast for forecast in self.forecasts}[column]
 
     @property
@@ -266,7 +266,7 @@ def bytes_row(label: str, counts: Iterable[int | None], unit: int) -> list[str]:
 
 
 def columns_by_text(texts: dict[str, str]) -> dict[str, str]:
-    """For each different text, the columns with this text, joined: ``fp32, bf16 cast``.
+    """For each different text, the columns with this text, joined: ``fp32, bf16 weights``.
 
     `texts` has the text of each column.
     """
