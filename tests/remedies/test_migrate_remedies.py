@@ -357,6 +357,96 @@ with torch.autocast(device_type, dtype=torch.bfloat16):
     assert run(right)["enabled"] is True
 
 
+FABRIC = """import lightning
+import torch
+fabric = lightning.Fabric(accelerator="cpu", precision="bf16-mixed")
+model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+dtypes = []
+model[0].register_forward_hook(lambda module, inputs, output: dtypes.append(output.dtype))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+fabric.setup(model, optimizer)
+model(torch.ones(1, 2))
+"""
+ACCELERATE = """import torch
+from accelerate import Accelerator
+accelerator = Accelerator(cpu=True, mixed_precision={precision}, gradient_accumulation_steps=2)
+model = torch.nn.Linear(2, 1)
+dtypes = []
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model, optimizer = accelerator.prepare(model, optimizer)
+"""
+SCALER = """accelerator.native_amp = True  # as with a GPU
+accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+model = torch"""
+ACCUMULATE = """for batch in range(4):
+    with accelerator.accumulate(model):
+        accelerator.backward(model(torch.ones(1, 2)).sum())
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+EPOCHS = """for epoch in range(2):
+    model(torch.ones(1, 2))
+    state = accelerator.unwrap_model(model, keep_fp32_wrapper=False).state_dict()
+"""
+
+
+@pytest.fixture
+def no_accelerator():
+    """accelerate keeps its precision for the whole process."""
+    state = pytest.importorskip("accelerate.state").AcceleratorState
+    state._reset_state(reset_partial_state=True)
+    yield
+    state._reset_state(reset_partial_state=True)
+
+
+@does("migrate.setup_unused")
+def test_the_model_that_setup_returns_is_used():
+    pytest.importorskip("lightning")
+    said = found(FABRIC)
+    assert says("migrate.setup_unused", said)
+    assert "write model, optimizer = fabric.setup(model, optimizer)" in said
+    right = FABRIC.replace("\nfabric.setup", "\nmodel, optimizer = fabric.setup")
+    assert not says("migrate.setup_unused", found(right))
+    assert run(FABRIC)["dtypes"] == [torch.float32]
+    assert run(right)["dtypes"] == [torch.bfloat16]
+
+
+@does("migrate.clipped_each_batch")
+@pytest.mark.usefixtures("no_accelerator")
+def test_accelerate_clips_only_in_the_last_micro_batch():
+    wrong = ACCELERATE.format(precision='"fp16"').replace("model = torch", SCALER) + ACCUMULATE
+    said = found(wrong)
+    assert says("migrate.clipped_each_batch", said)
+    assert "only if accelerator.sync_gradients" in said
+    right = wrong.replace(
+        "        accelerator.clip_grad_norm_",
+        "        if accelerator.sync_gradients:\n            accelerator.clip_grad_norm_",
+    )
+    assert not says("migrate.clipped_each_batch", found(right))
+    with pytest.raises(RuntimeError, match="has already been called on this optimizer"):
+        run(wrong)
+    assert run(right)["model"].weight.isfinite().all()
+
+
+@does("migrate.wrapper_removed")
+@pytest.mark.usefixtures("no_accelerator")
+def test_unwrap_model_keeps_autocast_if_training_goes_on():
+    hook = "model.register_forward_hook(lambda module, inputs, output: dtypes.append(output.dtype))"
+    layer = ACCELERATE.replace("Linear(2, 1)", "Sequential(torch.nn.Linear(2, 1))")
+    wrong = layer.format(precision='"bf16"').replace(
+        "optimizer = torch", hook.replace("model.", "model[0].") + "\noptimizer = torch", 1
+    )
+    wrong += EPOCHS
+    said = found(wrong)
+    assert says("migrate.wrapper_removed", said)
+    assert "leave out the argument" in said
+    right = wrong.replace(", keep_fp32_wrapper=False", "")
+    assert not says("migrate.wrapper_removed", found(right))
+    assert run(wrong)["dtypes"] == [torch.bfloat16, torch.float32]
+    assert run(right)["dtypes"] == [torch.bfloat16, torch.bfloat16]
+
+
 # Optimizers of two passes
 
 
