@@ -138,8 +138,9 @@ def table(results: dict[str, Any], dtype: str) -> list[str]:
     """The file as a Markdown table, a column for each instruction set."""
     sets = results["instruction sets"]
     lines = ["| layer | " + " | ".join(sets) + " |", "|---|" + "---:|" * len(sets)]
-    for name in next(iter(sets.values()))["times as long as fp32"]:
-        values = [found["times as long as fp32"][name][dtype] for found in sets.values()]
+    times_of_sets = [result["times as long as fp32"] for result in sets.values()]
+    for name in times_of_sets[0]:
+        values = [times[name][dtype] for times in times_of_sets]
         cells = ["raises" if isinstance(value, str) else f"{value:.2g}" for value in values]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     return lines

@@ -108,13 +108,13 @@ def packages_of(notebook: dict[str, Any], root: Path = ROOT) -> list[str]:
     names = re.findall(r'"(\w+)"', start_call[1]) if start_call else []
     text = (root / "pyproject.toml").read_text(encoding="utf-8")
     groups = tomllib.loads(text)["dependency-groups"]
-    found = requirements(root)
+    packages = requirements(root)
     for name in names:  # a group has the name of its package, beside which it may list others
         for requirement in groups[name]:
             package, _, _ = requirement.partition(">")  # of ``lunr>=0.8``
             if package == name:
-                found.append(requirement)
-    return found
+                packages.append(requirement)
+    return packages
 
 
 def _cells(notebook: dict[str, Any], kind: str) -> list[dict[str, Any]]:

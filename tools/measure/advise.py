@@ -176,9 +176,9 @@ def at_length(
         for _ in range(3):  # compiles
             step()
         steps[str(recipe)] = step
-    timed = compare(steps, device=device, budget_s=budget_s, warmup=1)
-    fastest = min(steps, key=timed.median_s)
-    ratio = timed.ratio(chosen.name, fastest)
+    comparison = compare(steps, device=device, budget_s=budget_s, warmup=1)
+    fastest = min(steps, key=comparison.median_s)
+    ratio = comparison.ratio(chosen.name, fastest)
     exchanges.append(exchange_ms(device))
     return {
         "recommended": chosen.name,
@@ -186,8 +186,8 @@ def at_length(
         "times as long as the fastest": plain(ratio),
         "within": is_within(ratio, exchanges),
         "exchange_ms": exchanges,
-        "trusted": timed.trusted,
-        "seconds": {name: timed.median_s(name) for name in steps},
+        "trusted": comparison.trusted,
+        "seconds": {name: comparison.median_s(name) for name in steps},
     }
 
 

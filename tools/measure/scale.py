@@ -116,13 +116,13 @@ def sent(kind: str, reduce_dtype: str, precision: str, device_type: str, batch: 
         trained = ranks.wrap(model, Precision(precision))
         images = torch.randn(batch, 3, 64, 64, device=ranks.device)
         for _ in range(2):
-            with count_communication() as found:
+            with count_communication() as communication:
                 trained(images).float().square().mean().backward()
         rows = {}
-        for (operation, dtype), total in found.totals().items():
+        for (operation, dtype), total in communication.totals().items():
             name = f"{operation} {dtype}".replace("torch.", "")  # such as ``all_reduce float32``
             rows[name] = total.sent_bytes
-        return {"sent_bytes": found.sent_bytes, "of": rows}
+        return {"sent_bytes": communication.sent_bytes, "of": rows}
 
 
 def measure_sent(device: torch.device) -> Iterator[dict]:

@@ -75,8 +75,9 @@ class Results(Printed, Ceilings):
     def _fastest(self) -> dict[tuple[str, str], _Point]:
         """The point of the fastest rung, by workload and precision; of eager for fp32."""
         fastest: dict[tuple[str, str], _Point] = {}
+        fp32, _ = BASELINE
         for row in self.rows:
-            is_other_fp32 = row.precision == BASELINE[0] and not row.is_baseline
+            is_other_fp32 = row.precision == fp32 and not row.is_baseline
             if is_other_fp32 or not row.trusted:
                 continue
             intensity = quotient(row.flops, row.moved_bytes)

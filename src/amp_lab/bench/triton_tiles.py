@@ -271,7 +271,7 @@ def _input_grad(inputs, weight, out, sums, pixels, C: tl.constexpr, FIRST: tl.co
     a = _activation(below, below_rows, p, c, pixels, C, FIRST)
     g = tl.where(a > 0, da, 0.0)
     if FIRST:
-        sums += 3 * tile * C
+        sums += 3 * tile * C  # the three sums of this tile
         x0 = _column(below, p)
         x1 = _column(below + pixels, p)
         g_x0_sum = tl.sum(g * x0, 0)
@@ -279,7 +279,7 @@ def _input_grad(inputs, weight, out, sums, pixels, C: tl.constexpr, FIRST: tl.co
         tl.store(sums + C + c, g_x0_sum)
         tl.store(sums + 2 * C + c, g_x1_sum)
     else:
-        sums += 2 * tile * C
+        sums += 2 * tile * C  # the two sums of this tile
         rounded = g.to(out.dtype.element_ty)
         tl.store(out + _offsets(p, c, C), rounded)
         z_below = _values(below, p, c, C)

@@ -34,10 +34,10 @@ def error_of(text: str, timeout: float) -> str:
     """Run a program in another process; return the last line of its error, empty if it succeeds."""
     command = [sys.executable, "-c", text]
     try:
-        done = subprocess.run(command, timeout=timeout, capture_output=True, text=True)
+        process = subprocess.run(command, timeout=timeout, capture_output=True, text=True)
     except subprocess.TimeoutExpired:
         return f"it did not finish in {timeout:.0f} s"
-    if not done.returncode:
+    if not process.returncode:
         return ""
-    lines = done.stderr.strip().splitlines() or ["it failed"]
+    lines = process.stderr.strip().splitlines() or ["it failed"]
     return lines[-1]

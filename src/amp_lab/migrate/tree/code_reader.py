@@ -229,7 +229,7 @@ class CodeReader:
 
     def _autocasts_of(self, call: cst.Call) -> list[cst.Call]:
         """The autocasts that a called function returns; none if it has others, or is not known."""
-        *owner, name = nodes.name_parts(call.func) or ("",)
+        *owner, name = nodes.name_parts(call.func) or ("",)  # no name: f()()
         function = self.functions.get(name)
         if function is None or owner not in ([], ["self"]):
             return []
