@@ -88,7 +88,7 @@ class ModelCall:
         """
         copies: dict[int, Any] = {}  # deepcopy's memo: for the `id` of an object, its copy
 
-        def copied(tensor: torch.Tensor) -> torch.Tensor:
+        def copy_of(tensor: torch.Tensor) -> torch.Tensor:
             if id(tensor) not in copies:
                 duplicate = tensor.detach().clone()
                 duplicate.requires_grad_(tensor.is_leaf and tensor.requires_grad)
@@ -98,9 +98,9 @@ class ModelCall:
         for module in self.model.modules():
             for _, tensor in named_tensors(vars(module)):
                 if tensor.grad_fn is not None:
-                    copied(tensor)
+                    copy_of(tensor)  # so that deepcopy finds its copy in the memo
         model = copy.deepcopy(self.model, memo=copies)
-        return dataclasses.replace(self, model=model).map_inputs(copied)
+        return dataclasses.replace(self, model=model).map_inputs(copy_of)
 
     def to(
         self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
