@@ -119,7 +119,8 @@ class RunComparison(Printed):
 
     def _error_growth(self) -> str:
         """Describe how far errors have grown, if rounding explains each op by itself."""
-        ends = f"the error from fp64 is {self.end_a:.2g} in A and {self.end_b:.2g} in B."
+        errors = f"{self.end_a:.2g} in A and {self.end_b:.2g} in B"
+        ends = f"the relative error of the output, compared with fp64, is {errors}."
         if max(self.end_a, self.end_b) <= LARGE:
             return (
                 f"The runs do not diverge: rounding explains every difference. At the end, {ends}"

@@ -368,7 +368,7 @@ class XrayComparison(Printed):
             rows.append([called, f"{len(modules):,}", dtypes_a, dtypes_b, listed(places, 3)])
         name_a, name_b = self.names
         return Table(
-            ["called", "ops", name_a, name_b, "where"],
+            ["op", "count", name_a, name_b, "modules"],
             rows,
             caption=f"{self.a.model}: {name_a} against {name_b}",
             facts=list(self._facts()),
