@@ -497,3 +497,24 @@ def test_complex_products_are_said_to_be_left_alone():
 
     said = "\n".join(xray(Spectral(), torch.randn(8, 64), dtype=BF16).advice)
     assert re.search(r"stays in fp32, because .*does not cast complex numbers", said)
+
+
+class Sums(nn.Module):
+    """Sums along dimensions, and an attention, which is one row as a whole."""
+
+    def forward(self, x):
+        x = F.scaled_dot_product_attention(x, x, x, is_causal=True)
+        return x.cumsum(1).sum((0, -1), keepdim=True).mul(2.5)
+
+
+def test_the_plain_arguments_of_an_op_are_recorded_and_are_not_in_the_json():
+    found = xray(Sums(), torch.rand(2, 3, 4), dtype=torch.float16)
+    arguments = {row.op: row.arguments for row in found.rows}
+    fp32 = {"dtype": torch.float32}  # which autocast adds
+    assert arguments == {
+        "scaled_dot_product_attention": {"is_causal": True},
+        "cumsum": {"dim": 1} | fp32,
+        "sum": {"dim": (0, -1), "keepdim": True} | fp32,
+        "mul": {"other": 2.5},
+    }
+    assert "arguments" not in found.to_json()

@@ -259,11 +259,15 @@ def short_name(dtype: torch.dtype | None) -> str:
 
 
 def to_plain(value: Any) -> Any:
-    """A value that `json.dumps` takes: dataclasses become dicts, dtypes names, NaN and inf None."""
+    """A value that `json.dumps` takes: dataclasses become dicts, dtypes names, NaN and inf None.
+
+    Fields of dataclasses that are not printed (``repr=False``) are left out.
+    """
     if isinstance(value, torch.dtype):
         return dtype_name(value)
     if is_dataclass(value) and not isinstance(value, type):
-        return {f.name: to_plain(getattr(value, f.name)) for f in fields(value)}
+        shown = [f.name for f in fields(value) if f.repr]
+        return {name: to_plain(getattr(value, name)) for name in shown}
     if isinstance(value, Mapping):
         return {str(key): to_plain(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):

@@ -4,7 +4,7 @@ import torch
 
 from amp_lab.core.backends import backend
 from amp_lab.core.tensors import LOWER_DTYPES, tensor_key
-from amp_lab.tracing.records import RNN_LAYERS, Cast, OpRecord, place_of, widest
+from amp_lab.tracing.records import RNN_LAYERS, Cast, OpRecord, PlainArgument, place_of, widest
 from amp_lab.tracing.torch_call import TorchCall
 
 _INTEGERS = {torch.int16, torch.int32, torch.int64}
@@ -30,7 +30,14 @@ class OpLog:
         self._casts_since_row = []
 
     def add_row(
-        self, module: str, call: TorchCall, name: str, ins: list, outs: list, flop_count: int
+        self,
+        module: str,
+        call: TorchCall,
+        name: str,
+        ins: list,
+        outs: list,
+        flop_count: int,
+        arguments: dict[str, PlainArgument],
     ) -> None:
         """Add a row for an op, or for a call that is one row as a whole.
 
@@ -42,6 +49,7 @@ class OpLog:
                 autocast's casts.
             outs: The output tensors.
             flop_count: The FLOPs.
+            arguments: The arguments that are no tensors, see `plain_arguments`.
         """
         row = OpRecord(
             module=module,
@@ -56,6 +64,7 @@ class OpLog:
             widened=self._is_widened(call, name, ins, outs),
             product_dtype=widest(call.matmul_dtypes),
             given_dtype=call.given_dtype,
+            arguments=arguments,
         )
         self.rows.append(row)
         self._casts_since_row = []

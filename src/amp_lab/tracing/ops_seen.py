@@ -1,5 +1,6 @@
 """The facts about an op that tracers need: does it compute values, its autocast rule, its FLOPs."""
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,14 +10,46 @@ from torch._ops import OpOverload
 from torch.utils.flop_counter import flop_registry, shape_wrapper
 
 from amp_lab.core.backends import backend
+from amp_lab.tracing.records import PlainArgument
 
 # Ops that return memory without computing anything, and that torch does not mark as views.
 _MEMORY_ONLY = {"_unsafe_view", "empty", "empty_like", "new_empty", "empty_strided"}
+_PLAIN_TYPES = {bool, int, float, type(None), torch.dtype}
 
 
 def op_name(func: OpOverload) -> str:
     """The name of an op without its namespace and overload: ``mm`` for ``aten::mm.out``."""
     return func._schema.name.rpartition("::")[2]
+
+
+def plain_arguments(func: OpOverload, args: tuple, kwargs: dict) -> dict[str, PlainArgument]:
+    """The arguments of a call of an op that `plain_values` keeps, by their names in the schema.
+
+    For ``cumsum(x, 1)``, the result is ``{"dim": 1}``. Arguments that were not given are left out.
+    """
+    names = _argument_names(func)
+    arguments = dict(zip(names, args, strict=False)) | kwargs
+    return plain_values(arguments)
+
+
+def plain_values(arguments: dict[str, Any]) -> dict[str, PlainArgument]:
+    """The arguments that are numbers, booleans, dtypes, None or lists of whole numbers.
+
+    Lists become tuples.
+    """
+    values: dict[str, PlainArgument] = {}
+    for name, value in arguments.items():
+        if type(value) in _PLAIN_TYPES:
+            values[name] = value
+        elif type(value) in (list, tuple) and all(type(item) is int for item in value):
+            values[name] = tuple(value)
+    return values
+
+
+@functools.cache  # reading a schema takes several microseconds
+def _argument_names(func: OpOverload) -> tuple[str, ...]:
+    """The names of an op's arguments, in the order of its schema."""
+    return tuple(argument.name for argument in func._schema.arguments)
 
 
 def computes_nothing(func: OpOverload) -> bool:

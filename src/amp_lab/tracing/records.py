@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -16,6 +16,8 @@ _LOSSES = {
     "soft_margin_loss", "multi_margin_loss", "multilabel_margin_loss_forward",
 }  # fmt: skip
 _REDUCTIONS = {"mean", "sum", "norm", "linalg_vector_norm"}
+PlainArgument = int | float | bool | torch.dtype | tuple[int, ...] | None
+"""The value of an argument of an op that is recorded: no tensor, text or device."""
 RNN_LAYERS = {"lstm", "gru", "rnn_tanh", "rnn_relu"}  # functions of torch, each a record
 
 
@@ -41,6 +43,9 @@ class OpRecord:
     product_dtype: torch.dtype | None = None
     # Only for a recurrent layer: the dtype of its input before autocast cast it.
     given_dtype: torch.dtype | None = None
+    # Only for advice, so not in `Xray.to_json`: see `plain_arguments`. For a call that is one row
+    # as a whole, such as attention, the arguments that were given by keyword.
+    arguments: dict[str, PlainArgument] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def dtype(self) -> torch.dtype | None:

@@ -47,6 +47,8 @@ from amp_lab.tracing.ops_seen import (
     has_autocast_rule,
     has_unknown_work,
     op_name,
+    plain_arguments,
+    plain_values,
 )
 from amp_lab.tracing.records import LOSS, RNN_LAYERS, place_of
 from amp_lab.tracing.rnn_calls import rnn_autocast_dtype, rnn_flops, run_first_step
@@ -317,7 +319,8 @@ class Tracer(TorchFunctionMode):
         if call.name == FLEX_ATTENTION:  # query, key and value; no statistics of the scores
             ins = ins[:3]
             outs = outs[:1]
-        self._log.add_row(self._module, call, call.name, ins, outs, flop_count)
+        arguments = plain_values(kwargs)
+        self._log.add_row(self._module, call, call.name, ins, outs, flop_count, arguments)
         return out
 
     def _in_kernel_layout(self, out: torch.Tensor) -> torch.Tensor:
@@ -380,7 +383,8 @@ class Tracer(TorchFunctionMode):
         if has_unknown_work(func, outs):
             self.unknown_work.setdefault(func._schema.name, {})[self._module] = None
         if not call.is_one_row:
-            self._log.add_row(self._module, call, name, ins, outs, flop_count)
+            arguments = plain_arguments(func, args, kwargs)
+            self._log.add_row(self._module, call, name, ins, outs, flop_count, arguments)
         elif call.is_rnn:
             call.note_rnn_op(name, args, outs[0], is_matmul=flop_count > 0)
 
