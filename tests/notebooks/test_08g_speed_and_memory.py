@@ -395,3 +395,22 @@ def test_unwrap_model_takes_autocast_out_of_the_prepared_model(keep):
         unwrapped[0](x)
     assert dtypes[-1] is torch.bfloat16
     accelerate.state.AcceleratorState._reset_state()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # Dynamo reads it
+def test_a_compiled_layer_keeps_a_cast_for_each_call_and_a_compiled_loop_one():
+    """AMP0293."""
+    layer = nn.Linear(64, 64)
+    casts = layer.weight.numel() * 2
+
+    def in_block(run) -> int:
+        def forward():
+            with BF16_BLOCK():
+                return run()
+
+        return round(bytes_saved(forward) / casts)
+
+    compiled_layer, compiled_loop = torch.compile(layer), torch.compile(repeated)
+    assert in_block(lambda: repeated(layer)) <= 2
+    assert in_block(lambda: repeated(compiled_layer)) >= 19
+    assert in_block(lambda: compiled_loop(layer)) <= 2
