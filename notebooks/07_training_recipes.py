@@ -103,7 +103,8 @@ def train_amp(model, optimizer, scaler, dtype):
 # %% [markdown]
 # Only fp16 needs the scaler. For bf16 we
 # [disable](https://github.com/pytorch/pytorch/blob/main/torch/amp/grad_scaler.py) it: then `scale`
-# returns the loss unchanged, and `step` only calls `optimizer.step()`. So one function serves both.
+# returns the loss unchanged, and `step` only calls `optimizer.step()`. So one function serves both, with
+# `scaler = torch.amp.GradScaler(device.type, enabled=dtype is torch.float16)`.
 #
 # ## How a recipe is checked
 #
@@ -139,6 +140,15 @@ def backward(model, scaler, batch=0, weight=1.0):
 def gradient_norm(model):
     """The length of all gradients taken as one vector."""
     return torch.stack([p.grad.norm() for p in model.parameters()]).norm().item()
+
+
+def error_of(call, *args):
+    """The error that `call(*args)` must raise, as text."""
+    try:
+        call(*args)
+    except (RuntimeError, ValueError, AssertionError) as error:
+        return f"{type(error).__name__}: {error}"
+    raise LookupError("this was expected to fail")
 
 
 # %% [markdown]
@@ -188,7 +198,7 @@ assert math.isclose(norms["step"], MAX_NORM, rel_tol=1e-3)
 # **Without `unscale_`** we would clip the scaled gradient (grey in the figure).
 #
 # **If a gradient overflows**, the scaler skips the step in fp16. In bf16 nothing skips the step, so
-# weights become NaN. To get an error instead, call `clip_grad_norm_` with
+# weights become NaN. To get an error in bf16 instead, call `clip_grad_norm_` with
 # `error_if_nonfinite=True`. <!-- tests/notebooks/test_07_training_recipes.py -->
 #
 # ## Accumulate gradients
@@ -278,7 +288,7 @@ problem.check_same(recipes.penalty_plain, penalty_amp)
 # You need this nearly always. The fp32 loop calls `scheduler.step()` after every step.
 #
 # With AMP the scaler may skip a step, which the schedule should not count. `scaler.step` does not report
-# a skipped step, but the loss scale shows it. With one optimizer and a scale above 0, [the scale
+# a skipped step, but the loss scale shows it. With one optimizer, [the scale
 # falls](https://github.com/pytorch/pytorch/blob/main/torch/amp/grad_scaler.py) exactly when the step was
 # skipped.
 
@@ -303,8 +313,8 @@ problem.check_same(recipes.schedule_plain, schedule_amp)
 # %% [markdown]
 # **Without this check** skipped steps use up the schedule. As a rule of thumb, a few lost steps of ten
 # thousand do not matter. In a short warm-up they matter, because the scaler still searches for its scale.
-# PyTorch warns only if the very first step was skipped and the optimizer is not
-# fused. <!-- tests/notebooks/test_07_training_recipes.py -->
+# PyTorch does not tell you. Only if the very first step was skipped and the optimizer is not fused, PyTorch
+# warns that `lr_scheduler.step()` was called before `optimizer.step()`. <!-- tests/notebooks/test_07_training_recipes.py -->
 #
 # ## Checkpoint activations
 #
@@ -336,9 +346,9 @@ recomputed = problem.change(train_amp, torch.float16, make_model=Checkpointed)
 assert torch.equal(recomputed, problem.change(train_amp, torch.float16))
 
 # %% [markdown]
-# In torch 2.15, selective checkpointing (`context_fn`) is an exception. If a checkpointed part uses a
-# weight that was cast before, for example in another part, backward raises `… not found in storage`. To
-# avoid this, give autocast `cache_enabled=False`. <!-- tests/notebooks/test_07_training_recipes.py -->
+# In torch 2.15, selective checkpointing (`context_fn`) is an exception. Autocast keeps the 16-bit copy of a
+# weight until its block ends. If a part uses a copy that another part made, backward raises `… not found in
+# storage`. To avoid this, give autocast `cache_enabled=False`. <!-- tests/notebooks/test_07_training_recipes.py -->
 #
 # **Without `use_reentrant=False`** you get the older kind of checkpoint, with a warning that asks you to
 # choose. The older kind cuts the graph if no *input* requires a gradient, as with a batch of data. The
@@ -346,17 +356,7 @@ assert torch.equal(recomputed, problem.change(train_amp, torch.float16))
 # but the checkpointed part never learns. <!-- tests/notebooks/test_07_training_recipes.py --> If the
 # optimizer has no other parameters, the scaler raises an error:
 
-
 # %%
-def error_of(call, *args):
-    """The error that `call(*args)` must raise, as text."""
-    try:
-        call(*args)
-    except (RuntimeError, ValueError, AssertionError) as error:
-        return f"{type(error).__name__}: {error}"
-    raise LookupError("this was expected to fail")
-
-
 model, _, scaler = new_run()
 body, head = model[:2], model[2]
 with warnings.catch_warnings(action="ignore"), torch.autocast(device.type, dtype=torch.float16):
@@ -440,8 +440,8 @@ assert message == "ValueError: Attempting to unscale FP16 gradients."
 #   every call, also in evaluation, or PyTorch compiles the model again ([notebook
 #   18](18_inference_and_export.ipynb#What-torch.compile-changes)). [Notebook
 #   10](10_speed_ladder.ipynb) measures the speed-up.
-# - **Evaluate during training.** Use a separate autocast block for evaluation. Inside the block of the
-#   training step, autocast still has the casts of the weights from before the step.
+# - **Evaluate during training.** Use a separate autocast block for evaluation. The block of the
+#   training step keeps 16-bit copies of the weights, and after the optimizer step these copies are old.
 # - **Freeze layers.** You may store a frozen layer in the dtype of autocast:
 #   `layer.requires_grad_(False)` and `layer.to(torch.float16)`. This halves its memory. The output of a
 #   linear layer or a convolution stays the same, because autocast would cast the weight anyway.

@@ -408,9 +408,8 @@ for size in config["sizes"]:
 _ = figures.speedup_over_size(config["sizes"], {str(low): by_size})
 
 # %% [markdown]
-# AMP gains more with a larger picture. Calling an op and casting a weight take the same time at every size.
-# With a larger picture the matmuls take longer, so their share of the time grows. A larger batch helps for
-# the same reason. AMP is worth it from the first size at which the whole interval lies above 1 and stays
+# AMP gains more with a larger picture or batch, because calling an op and casting a weight take the same
+# time at every size. AMP is worth it from the first size at which the whole interval lies above 1 and stays
 # above 1 for all larger sizes.
 #
 # So one network on one machine has many speed-ups. Before you compare two speed-ups, check that nothing in

@@ -183,9 +183,9 @@ for name in NAMES:
     print(f"{name:<12} {FORMATS[name].bits:>5.2f} bits a value, {alone[name]:.1f} dB")
 
 # %% [markdown]
-# Real outlier channels of language models are [often ten times](https://arxiv.org/abs/2208.07339) as
-# large as the rest. Now we make the column only 100 times as large as the others. Which formats still
-# lose accuracy?
+# A million is an extreme case. Real outlier channels of language models are [often ten
+# times](https://arxiv.org/abs/2208.07339) as large as the rest. We now make the column 100 times as large
+# as the others. Which formats still lose accuracy?
 
 # %% tags=["nbval-ignore-output"]
 usual = normal.clone()
@@ -205,10 +205,11 @@ assert at_100["mxfp4"] < at_100["nvfp4"] < alone["nvfp4"] - 5
 #
 # A linear layer has up to three matmuls in a training step: the output, the gradient of the input
 # (*dgrad*), and the gradient of the weight (*wgrad*). We round the operands of all three, as most of
-# [torchao's recipes](https://github.com/pytorch/ao/blob/main/torchao/float8/config.py) do. The values
-# of a row or block must lie along the dimension that the matmul sums over. The output sums over the
-# inputs of the layer, and dgrad sums over its outputs. The weight is therefore rounded twice, once for
-# each.
+# [torchao's recipes](https://github.com/pytorch/ao/blob/main/torchao/float8/config.py) do, and use E4M3
+# for all of them. A matmul can multiply by a scale after it has added up a sum, if all terms of the sum
+# share the scale. So the values that share a scale must lie along the dimension that the matmul sums over.
+# The output sums over the inputs of the layer, but dgrad sums over its outputs. The weight is therefore
+# rounded twice, once for each.
 #
 # Everything else stays in fp32: the other ops, the weights that the optimizer updates, and the sums of
 # products.
@@ -430,8 +431,9 @@ assert (usual, fnuz, torch.finfo(torch.float8_e4m3fnuz).max) == (1.0, 0.5, 240)
 # `rehearse` tests these formats on your model in three steps:
 #
 # 1. It runs one training step in fp32.
-# 2. In each format, it repeats the matmuls of linear layers and convolutions. Layers with a large
-#    error are better left in 16 bits.
+# 2. For each linear layer and convolution, it rounds the inputs and the weight to each format, repeats the
+#    matmul, and compares the result with that of fp32. Layers with a large error are better left in 16
+#    bits.
 # 3. In each format, it runs the whole model with all other layers rounded.
 #
 # We call `rehearse` on our GPT, with an outlier for it to find. In the MLP of the second block, we

@@ -36,8 +36,9 @@ device, scale = start()  # AMP_LAB_DEVICE and AMP_LAB_SCALE override the choice
 # %% [markdown]
 # ## The idea in five lines
 #
-# The fastest precision depends on the hardware, so we measure. `describe_device` times a matmul in each
-# precision. To find out how the device rounds, it also multiplies numbers whose exact product is known.
+# The best precision depends on the hardware, so we measure. `describe_device` times a matmul in each
+# precision, and recommends one. To find out how the device rounds, it also multiplies numbers whose exact
+# product is known. The cell prints the recommendation and the rounding.
 # Before you run the cell, predict which precision it recommends for your machine. <!-- tests/core/test_device.py -->
 
 # %% tags=["nbval-ignore-output"]
@@ -288,7 +289,7 @@ assert not in_fp16.isfinite().all()
 # - **Mixed** usually means fp32 weights under autocast.
 # - **True** means that the weights are cast. Gradients and optimizer state are in 16 bits too.
 # - **bf16** alone is ambiguous. In accelerate and transformers it means mixed, in torchtune it means true,
-#   and in DeepSpeed it lies between mixed and true.
+#   and in DeepSpeed the model is in bf16, but the optimizer keeps fp32 weights.
 #
 # So we look at the dtypes in a training step, first without a framework:
 
@@ -364,9 +365,9 @@ assert set(rows["model.to(bfloat16)"]) == {"bfloat16"}
 #
 # accelerate and Fabric wrap the model, so call the model that they return:
 # `model, optimizer = fabric.setup(model, optimizer)`. The wrapper always returns *fp32*. To get 16-bit outputs from
-# accelerate, take the model out of the wrapper with `accelerator.unwrap_model(model,
-# keep_fp32_wrapper=False)`. Then call the model inside `with accelerator.autocast():`. Do so only after
-# training, because this call also takes autocast out of the prepared model. On a CPU, two settings
+# accelerate after training, call `accelerator.unwrap_model(model, keep_fp32_wrapper=False)`. It returns
+# your model without the conversion to fp32 and without autocast, so call this model inside `with
+# accelerator.autocast():`. On a CPU, two settings
 # do not do what their names say: Fabric's `16-mixed` computes in bf16, and accelerate's `fp16` computes in
 # fp32. <!-- tests/notebooks/test_19_choose_your_precision.py -->
 #
@@ -385,7 +386,7 @@ assert set(rows["model.to(bfloat16)"]) == {"bfloat16"}
 # | setting | what it does |
 # |---|---|
 # | DeepSpeed `"bf16": {"enabled": true}` | weights and matmuls are in bf16; ZeRO keeps master weights and optimizer state in fp32; gradients accumulate in `grad_accum_dtype` ([settings](https://www.deepspeed.ai/docs/config-json/)) |
-# | torchtitan `mixed_precision_param`, `mixed_precision_reduce` | weights are in fp32; with FSDP2, matmuls run in `mixed_precision_param`, and gradients are summed in `mixed_precision_reduce` ([notebook 11](11_scale_out.ipynb)); with DDP or on one GPU, autocast uses `mixed_precision_param` ([settings](https://github.com/pytorch/torchtitan/tree/main/torchtitan/config)) |
+# | torchtitan `mixed_precision_param`, `mixed_precision_reduce` | weights are in fp32; the first setting is the dtype of matmuls, under FSDP2 or autocast; the second setting is the dtype in which FSDP2 sums gradients ([notebook 11](11_scale_out.ipynb); [settings](https://github.com/pytorch/torchtitan/tree/main/torchtitan/config)) |
 # | torchtune `dtype: bf16` | weights, gradients and optimizer state are in bf16, as with `model.to(torch.bfloat16)` ([precision](https://docs.pytorch.org/torchtune/stable/tutorials/memory_optimizations.html)) |
 # | JAX with Flax | there is no autocast; each layer has a `dtype` for matmuls and a `param_dtype` for weights ([layers](https://flax.readthedocs.io/en/stable/api_reference/flax.nnx/nn/linear.html)) |
 #

@@ -165,8 +165,18 @@ def test_the_temperature_of_a_contrastive_loss_needs_fp32():
         low = 100 * F.normalize(images, dim=-1) @ F.normalize(texts, dim=-1).T
     assert low.dtype is BF16
     assert 0.1 < (low.float() - exact).abs().max() < 0.4
-    names = run_code_of("contrastive", images=images, texts=texts, logit_scale=scale + 1)
+    names = run_code_of("contrastive", images=images, texts=texts, logit_scale=scale)
     torch.testing.assert_close(names["logits"], exact)
+
+
+def test_a_clamp_in_the_forward_pass_stops_a_large_temperature_from_learning():
+    largest = math.log(100)
+    logit_scale = torch.tensor(largest + 1, requires_grad=True)
+    logit_scale.clamp(max=largest).exp().backward()
+    assert logit_scale.grad == 0
+    with torch.no_grad():
+        logit_scale.clamp_(max=largest)
+    torch.testing.assert_close(logit_scale.exp(), torch.tensor(100.0))
 
 
 def test_cross_entropy_runs_in_fp32():

@@ -263,7 +263,8 @@ class TrainingRehearsal(Rehearsal):
             f"at most {_LOSS_OFF:.0%}"
         )
         checks = (
-            f"The check of one step: {limits}, or by at most {_TIMES_BF16} times the bf16 error."
+            f"A format passes if {limits}. An error of up to {_TIMES_BF16} times that of bf16 "
+            "passes too."
         )
         return numbers, [checks, "Learning was not tested. Use more steps to test learning."]
 
