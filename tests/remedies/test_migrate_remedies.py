@@ -24,10 +24,10 @@ class Case(NamedTuple):
 
 
 def raises(message: str) -> Callable:
-    """The wrong program raises, and the right one does not."""
+    """The wrong program raises an error, and the right one does not."""
 
     def check(wrong: Callable[[], dict], right: Callable[[], dict]) -> bool:
-        with pytest.raises((RuntimeError, AssertionError), match=message):
+        with pytest.raises((RuntimeError, ValueError, AssertionError), match=message):
             wrong()
         return bool(right())
 

@@ -19,8 +19,9 @@ A rule is a module in ``rules/``. This is the whole rule for
                 file.say(use.node, "by hand", "use torch.set_float32_matmul_precision")
 
 `Rewriter` is the class of `file`. It has `replace` and `insert` for edits, and `code` for the steps
-of training. `Tree` has the names in the file and their origins. Put examples of a rule, as old code
-and new code, into ``tests/migrate/snippets``.
+of training. `Tree` has the names in the file and their origins. The docstring of
+``tree/__init__.py`` lists the questions about a file that have an answer already. Put examples of a
+rule, as old code and new code, into ``tests/migrate/snippets``.
 """
 
 from amp_lab.core.requirements import needed_for

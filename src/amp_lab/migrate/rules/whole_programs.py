@@ -10,10 +10,9 @@ import libcst as cst
 
 from amp_lab.core.remedies import remedy
 from amp_lab.migrate.tree import nodes
-from amp_lab.migrate.tree.amp_names import AUTOCASTS
 from amp_lab.migrate.tree.code_reader import MISTAKE_TRIGGERS, CodeReader, Mistakes
 from amp_lab.migrate.tree.events import Event
-from amp_lab.migrate.tree.float16_values import FLOAT16, Float16Values
+from amp_lab.migrate.tree.float16_values import Float16Values, casts_to_float16
 from amp_lab.migrate.tree.rewriter import Rewriter
 
 PART = "mistakes"
@@ -110,19 +109,7 @@ def _may_scale(code: CodeReader) -> bool:
         loss = nodes.loss_of(backward.node)
         if isinstance(loss, cst.BinaryOperation) and isinstance(loss.operator, cst.Multiply):
             return True  # (loss * 1024).backward()
-    return any(_casts_to_float16(code, call) for call in code.tree.calls)
-
-
-def _casts_to_float16(code: CodeReader, call: cst.Call) -> bool:
-    """Whether a call is ``model.half()`` or ``model.to(torch.float16)``.
-
-    The gradients of such weights are float16 too, which a scaler refuses to unscale.
-    """
-    scope = code.tree.calls[call]
-    if nodes.receiver_of(call, "half") is not None:
-        return True
-    arguments = {code.origin(scope.value_of(arg.value), scope) for arg in call.args}
-    return bool(arguments & FLOAT16) and code.origin(call.func, scope) not in AUTOCASTS
+    return any(casts_to_float16(code, call) for call in code.tree.calls)
 
 
 def _all_names(code: CodeReader) -> set[str]:

@@ -108,7 +108,7 @@ class CodeReader:
         name = parts[-1]
         self.scaler_keys[name].add(".".join(parts))
         self.scaler_calls.setdefault(name, value)
-        if self._is_disabled(value):
+        if self.is_disabled(value):
             self.disabled_scalers.add(name)
 
     def _is_new_scaler(self, value: cst.CSTNode) -> TypeGuard[cst.Call]:
@@ -175,7 +175,7 @@ class CodeReader:
         """The place in which a function starts: inside ``@autocast()``, if it has that."""
         casts = [self._autocast(each.decorator, scope) for each in function.decorators]
         for cast in casts:
-            if cast is not None and not self._is_disabled(cast):
+            if cast is not None and not self.is_disabled(cast):
                 return Place(autocast=cast)
         return Place()
 
@@ -198,7 +198,7 @@ class CodeReader:
             cast = self._autocast(part.item, scope)
             if cast is None:
                 return place
-            cast_on = None if self._is_disabled(cast) else cast
+            cast_on = None if self.is_disabled(cast) else cast
             return dataclasses.replace(place, autocast=cast_on, autocast_loops=len(place.loops))
         if isinstance(part, cst.If):
             if nodes.never_passes(part.body):
@@ -221,7 +221,7 @@ class CodeReader:
         if self.origin(call.func, scope) in AUTOCASTS:
             return call
         autocasts = self._autocasts_of(call)
-        switches = {self._is_disabled(autocast) for autocast in autocasts}
+        switches = {self.is_disabled(autocast) for autocast in autocasts}
         if len(switches) != 1:  # there is no autocast, or some are enabled and some disabled
             return None
         self._opened_autocasts[call] = autocasts[0]
@@ -249,7 +249,7 @@ class CodeReader:
         """The call of autocast behind ``self.context()``; a call of autocast stays as it is."""
         return self._opened_autocasts.get(call, call)
 
-    def _is_disabled(self, call: cst.Call) -> bool:
+    def is_disabled(self, call: cst.Call) -> bool:
         """Whether a call of a scaler or autocast has ``enabled=False``, by keyword or position."""
         return nodes.is_false(self.arguments(call).get("enabled"))
 

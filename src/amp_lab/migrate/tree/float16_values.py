@@ -11,14 +11,14 @@ from dataclasses import dataclass, field
 import libcst as cst
 
 from amp_lab.migrate.tree import nodes
-from amp_lab.migrate.tree.amp_names import OLD_NAMES
+from amp_lab.migrate.tree.amp_names import AUTOCASTS, OLD_NAMES
 from amp_lab.migrate.tree.code_reader import CodeReader
 from amp_lab.migrate.tree.events import CodeUnit, Event, last_part
 from amp_lab.migrate.tree.scopes import Scope
 
 _Name = tuple[str, ...]
 """The parts of a dotted name: ``("out", "loss")`` for ``out.loss``."""
-FLOAT16 = {"torch.float16", "torch.half"}
+_FLOAT16 = {"torch.float16", "torch.half"}
 _NO_GRADIENTS = re.compile(r"\b(?:no_grad|inference_mode|set_grad_enabled\(\s*False)\b")
 _DETACHED = re.compile(r"\.(?:detach|item|tolist|numpy|argmax)\(")
 _MODEL_NAME = re.compile(r"(?i)(?:model|net|network)$")
@@ -115,7 +115,7 @@ class Float16Values:
         if len(parts) > 1 and parts[0] != "self":  # a method of an object that is not known
             return None
         name = parts[-1]
-        if name not in self._casts_by_function and self._is_model(parts, event.unit.scope):
+        if name not in self._casts_by_function and is_model(self._code, parts, event.unit.scope):
             name = "forward"  # which a call of a model runs
         return self._casts_by_function.get(name)
 
@@ -124,22 +124,9 @@ class Float16Values:
         if event.place.autocast is None:
             return None
         cast = self._code.autocast_of(event.place.autocast)
-        if not self._is_float16(cast) or self._is_without_gradients(event):
+        if not self._is_float16(cast) or is_under_no_grad(self._code, event):
             return None
         return cast
-
-    def _is_model(self, parts: _Name, scope: Scope) -> bool:
-        """Whether a name holds a model of this file, by its value, or else by how it sounds."""
-        binding = scope.only_binding(parts[0])
-        if len(parts) > 1 or binding is None or isinstance(binding.node, cst.Param):
-            return _MODEL_NAME.search(parts[-1]) is not None
-        if binding.value is None:
-            return False
-        for use in self._code.tree.uses_in(nodes.walk(binding.value)):
-            name_binding = use.scope.only_binding(use.parts[0])
-            if name_binding is not None and isinstance(name_binding.node, cst.ClassDef):
-                return True  # Net, of model = Net().cuda()
-        return False
 
     @functools.cached_property
     def _casts_by_function(self) -> dict[str, cst.Call]:
@@ -154,17 +141,6 @@ class Float16Values:
                 casts.setdefault(function.name.value, cast)
         return casts
 
-    def _is_without_gradients(self, event: Event) -> bool:
-        """Whether ``no_grad`` is around a call, as a block or as a decorator of its function."""
-        parts: list[cst.CSTNode] = []
-        for parent, _ in self._code.tree.ancestors(event.node):
-            if isinstance(parent, cst.With):
-                parts += parent.items
-            if isinstance(parent, cst.FunctionDef):
-                parts += parent.decorators
-                break
-        return any(_NO_GRADIENTS.search(self._code.tree.code(part)) for part in parts)
-
     # The arguments of autocast.
 
     def _is_float16(self, cast: cst.Call) -> bool:
@@ -177,7 +153,7 @@ class Float16Values:
             return False
         if "dtype" in arguments:
             dtype = scope.value_of(arguments["dtype"])
-            return self._code.origin(dtype, scope) in FLOAT16
+            return self._code.origin(dtype, scope) in _FLOAT16
         old = OLD_NAMES.get(self._code.called_origin(cast) or "")
         if old is not None:
             return old.device == "cuda"
@@ -197,6 +173,50 @@ class Float16Values:
             return True
         name = last_part(self._code.key(enabled))
         return _AMP_SWITCH_NAME.search(name) is not None
+
+
+# Questions that other rules ask too.
+
+
+def casts_to_float16(code: CodeReader, call: cst.Call) -> bool:
+    """Whether a call is ``model.half()`` or ``model.to(torch.float16)``.
+
+    The gradients of such weights are float16 too, which a scaler refuses to unscale.
+    """
+    scope = code.tree.calls[call]
+    if nodes.receiver_of(call, "half") is not None:
+        return True
+    arguments = {code.origin(scope.value_of(arg.value), scope) for arg in call.args}
+    return bool(arguments & _FLOAT16) and code.origin(call.func, scope) not in AUTOCASTS
+
+
+def is_under_no_grad(code: CodeReader, event: Event) -> bool:
+    """Whether ``no_grad`` is around a call, as a block or as a decorator of its function."""
+    parts: list[cst.CSTNode] = []
+    for parent, _ in code.tree.ancestors(event.node):
+        if isinstance(parent, cst.With):
+            parts += parent.items
+        if isinstance(parent, cst.FunctionDef):
+            parts += parent.decorators
+            break
+    return any(_NO_GRADIENTS.search(code.tree.code(part)) for part in parts)
+
+
+def is_model(code: CodeReader, parts: _Name, scope: Scope) -> bool:
+    """Whether a name holds a model of this file, by its value, or else by how it sounds.
+
+    `parts` are those of the dotted name: ``("self", "model")``. `scope` is that of the use.
+    """
+    binding = scope.only_binding(parts[0])
+    if len(parts) > 1 or binding is None or isinstance(binding.node, cst.Param):
+        return _MODEL_NAME.search(parts[-1]) is not None
+    if binding.value is None:
+        return False
+    for use in code.tree.uses_in(nodes.walk(binding.value)):
+        name_binding = use.scope.only_binding(use.parts[0])
+        if name_binding is not None and isinstance(name_binding.node, cst.ClassDef):
+            return True  # Net, of model = Net().cuda()
+    return False
 
 
 def _assignments_in(node: cst.CSTNode) -> Iterator[tuple[cst.CSTNode, cst.CSTNode]]:
