@@ -135,7 +135,8 @@ class GradientCount:
 
         `exponents` has the exponent of each key: `_TO_ZERO`, `_TO_NORMAL` or `_TO_INFINITY`.
         """
-        return int(self._bins[1:][exponents[1:] < end].sum())
+        is_below = exponents[1:] < end  # without key 0, that of zeros
+        return int(self._bins[1:][is_below].sum())
 
     def zero_in_fp16(self, scale: float) -> int:
         """Number of non-zero values that become zero in fp16 at this loss scale."""
@@ -167,8 +168,11 @@ class GradientCount:
 
         Zeros are left out. The entry -127 also counts all smaller magnitudes.
         """
-        counts = torch.zeros(256).long().index_add_(0, _TO_ZERO[1:] + 127, self._bins[1:])
-        return {exponent: count for exponent, count in enumerate(counts.tolist(), -127) if count}
+        lowest = -127
+        counts = torch.zeros(256, dtype=torch.int64)  # of exponents from the lowest on
+        # Several keys have one exponent. Key 0, that of zeros, is left out.
+        counts.index_add_(0, _TO_ZERO[1:] - lowest, self._bins[1:])
+        return {exponent: count for exponent, count in enumerate(counts.tolist(), lowest) if count}
 
     @property
     def smallest_scale(self) -> float | None:
