@@ -244,6 +244,7 @@ def _tiles(settings: Settings) -> Iterator[Figure]:
     by_hand = largest_errors["by hand"]
     in_tiles = largest_errors["in tiles"]
     yield Figure("by hand, furthest from FP32", by_hand)
+    # Both round to bf16, but in other places, so their errors are alike and not equal.
     yield Figure("in tiles, furthest from FP32", in_tiles, is_met=in_tiles < 1.5 * by_hand)
     calls = {name: functools.partial(step, inputs, target) for name, step in steps.items()}
     compared = compare(calls, device=inputs.device, budget_s=budget_s)
@@ -332,6 +333,7 @@ def _shares_of_the_limit(compared: Any, step: Callable[[], None]) -> Iterator[Fi
             continue
         rate = counter.get_total_flops() / compared.median_s(name)
         share = rate / max(known_rates)
+        # More than the limit, beyond the noise of both, would mean that something is miscounted.
         is_met = share < 1.1 or not compared.trusted
         yield Figure(f"{name}, share of the limit", round(share, 3), is_met)
 

@@ -281,6 +281,7 @@ class _Ranking:
         if self.best is None:
             return
         if self.use == TRAINING:
+            # A fused optimizer compiles nothing, so a tenth of the time is enough.
             self._try_if_time_is_left(replace(self.best.recipe, fused=True), share=0.1)
         for recipe in self._recipes_to_compile(self.best.recipe, channels_last=convolves):
             self._try_if_time_is_left(recipe, share=_SHARE_TO_COMPILE[self.use])

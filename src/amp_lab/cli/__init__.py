@@ -144,7 +144,7 @@ def main(argv: list[str] | None = None) -> int:
         tell(f"amp-lab {options.command}: {error}")  # such as a full disk
         return 2
     except KeyboardInterrupt:
-        return 130
+        return 130  # as a shell counts Ctrl-C
 
 
 def _run(options: argparse.Namespace) -> int:

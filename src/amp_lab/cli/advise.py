@@ -102,7 +102,7 @@ def _measured_advice(options: argparse.Namespace) -> "Advice":
 
 def _check_options(options: argparse.Namespace) -> None:
     """Raise `OptionError` for impossible options, and `RequirementError` without matplotlib."""
-    if not 0 < options.minutes <= 1440:
+    if not 0 < options.minutes <= 1440:  # a day
         raise OptionError(f"--minutes {options.minutes:g}: give a number above 0 and up to 1440")
     if options.html:  # fail now, and not after minutes
         require_matplotlib("advise --html")

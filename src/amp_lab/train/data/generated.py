@@ -242,7 +242,7 @@ def _draw(seed: int, target: int, number: int, side: int) -> np.ndarray:
     frequency = 5 + 3 * (target % 3)  # wide, medium or narrow stripes
     phase = rng.uniform(0, 2 * np.pi)
     wave = np.sin(frequency * across + phase)
-    stripes = 0.7 + 0.3 * wave
+    stripes = 0.7 + 0.3 * wave  # brightness, from 0.4 to 1
     hue = target * 0.618 + rng.normal(0, 0.05)
     inside = stripes[..., None] * _colour(hue)  # (side, side, 3)
     colour = rng.uniform(0, 1, 3)
