@@ -114,7 +114,7 @@ MEASURED = re.compile(r"in [\d.]+ s,|[\d,.]+ (images|tokens)/s|peak memory [\d,.
 
 
 def main() -> int:
-    """Record or compare, as the arguments say."""
+    """Record or compare, as the arguments say; return 1 if two recordings differ."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -119,7 +119,7 @@ def can_do(run: Run) -> bool:
 
 
 def outcome_of(run: Run, paths: Iterable[str] = ()) -> Outcome:
-    """Run pytest as `run` says."""
+    """Run pytest as `run` says; return its exit code, its seconds and what its report counts."""
     print(f"\n=== {run.name}: {_as_text(run.settings)}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.xml")

@@ -89,7 +89,7 @@ def run_parts(
 
 
 def run_part(part: Part, settings: Settings, limit_s: float) -> Outcome:
-    """Run the commands of a part, each with what is left of its limit."""
+    """Run the commands of a part, each with what is left of its limit; return the outcome."""
     started = time.monotonic()
     log = settings.out / f"{part.name}.log"
     log.unlink(missing_ok=True)

@@ -268,7 +268,10 @@ def write_archive(path: Path, root: Path = ROOT) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Write the edition into the folder named; this needs no package besides Python itself."""
+    """Write the edition into the folder named; return 0, or 2 if that fails.
+
+    This needs no package besides Python itself.
+    """
     if len(arguments) != 1:
         print("edition: name one folder to write to", file=sys.stderr)
         return 2

@@ -46,7 +46,7 @@ def _measure(name: str, limit_s: float) -> Part:
 
 
 def _train(settings: Settings) -> list[list[str]]:
-    """Train for two epochs."""
+    """The command that trains for two epochs."""
     command = ["-m", "amp_lab", "train", "--dataset", "digits", "--precision", "fp16"]
     command += ["--epochs", "2", "--out", str(settings.out / "run")]
     if settings.tiny:
@@ -57,7 +57,7 @@ def _train(settings: Settings) -> list[list[str]]:
 
 
 def _memory(settings: Settings) -> list[list[str]]:
-    """Measure memory with measure/memory.py, then compare its figures with their limits."""
+    """The commands that run measure/memory.py, and compare its figures with their limits."""
     script = ROOT / "tools" / "measure" / "memory.py"
     measure = [str(script), "--out", str(settings.out / "memory.json")]
     if settings.tiny:
@@ -67,7 +67,7 @@ def _memory(settings: Settings) -> list[list[str]]:
 
 
 def _bench(settings: Settings) -> list[list[str]]:
-    """Run the quick benchmark."""
+    """The command that runs the quick benchmark."""
     command = ["-m", "amp_lab", "bench", "--quick", "--out", str(settings.out / "bench.json")]
     if settings.tiny:
         command += ["--rounds", "1", "--workload", "product", "--precision", "fp32"]

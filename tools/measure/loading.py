@@ -43,7 +43,10 @@ WAYS = ("torchvision", "timm", "amp_lab")
 
 
 def make_files(folder: Path, factor: int, *, classes: int = 64) -> Path:
-    """Write files in the layout of Caltech-256, with `factor` times the usual width and height."""
+    """Write files in the layout of Caltech-256 into `folder`, and return it.
+
+    The pictures have `factor` times the usual width and height.
+    """
     make_stand_in("caltech256", folder, classes=classes)
     if factor == 1:
         return folder

@@ -369,7 +369,7 @@ def _run_first_steps(
 
     `baseline` is fp32 eager; it is None for fp32 eager itself. Raises `OptionError` for a precision
     whose eager step takes `_HOPELESS` times as long as in fp32, and `RuntimeError` where a rung
-    needs a CUDA graph and torch recorded none.
+    needs a CUDA graph and torch recorded none. Returns the rung with its step, ready to be timed.
     """
     device = ladder.device
     trains = ladder.workload.trains

@@ -226,8 +226,8 @@ def _slots_of(cls: type) -> list[str]:
 def _tensors_inside(thing: Any, path: str, visited: set[int]) -> Iterator[tuple[str, torch.Tensor]]:
     """Path and value of each tensor in a structure and in the attributes of its objects.
 
-    Each one comes once: `visited` has the ids of all objects that were looked at. All paths begin
-    with `path`.
+    Each one comes once: `visited` has the ids of all objects that were looked at, and this function
+    adds to it. All paths begin with `path`.
     """
     if id(thing) in visited:  # objects may refer to each other
         return

@@ -143,7 +143,10 @@ class _Interception(TorchFunctionMode):
     # None to let torch compute it.
 
     def linear(self, values: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
-        """Compute ``values @ weight.T + bias``, where the weight is ``(out, in)``."""
+        """Compute ``values @ weight.T + bias``, where the weight is ``(out, in)``.
+
+        Returns None to let torch compute it, as all handlers do.
+        """
         if weight.dim() != 2:
             return None
         outer, inner = weight.shape
@@ -153,7 +156,10 @@ class _Interception(TorchFunctionMode):
         return _on_rows(matmul, values, weight, bias)
 
     def matmul(self, values: Any, weight: Any, bias: Any = None, **options: Any) -> Tensor | None:
-        """Compute ``values @ weight + bias``, where the weight is ``(in, out)`` as in GPT-2."""
+        """Compute ``values @ weight + bias``, where the weight is ``(in, out)`` as in GPT-2.
+
+        Returns None to let torch compute it.
+        """
         if options or not isinstance(weight, Tensor) or weight.dim() != 2:
             return None
         inner, outer = weight.shape
@@ -170,7 +176,10 @@ class _Interception(TorchFunctionMode):
         self, values: Tensor, weight: Tensor, bias: Tensor | None = None,
         stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1,
     ) -> Tensor | None:  # fmt: skip
-        """Compute a convolution of one or two dimensions as matmuls of its patches."""
+        """Compute a convolution of one or two dimensions as matmuls of its patches.
+
+        Returns None to let torch compute it.
+        """
         inner = weight[0].numel()  # channels of a group, times the size of the window
         outer = len(weight) // groups
         matmul = self._matmul_for(values, weight, "convolution", inner, outer)

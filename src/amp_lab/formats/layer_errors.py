@@ -142,7 +142,7 @@ class MeasuredMatmul(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, weight: Tensor, errors: LayerErrors) -> Tensor:
-        """``values @ weight.T``, of shapes (rows, in) and (out, in)."""
+        """``values @ weight.T``, (rows, in) and (out, in); adds its errors to `errors`."""
         ctx.save_for_backward(values, weight)
         ctx.errors = errors
         out = values @ weight.T

@@ -182,11 +182,17 @@ class Training(Use):
         return recipe(form)
 
     def misfit(self, layer: Layer, form: Format) -> str:
-        """Check both sizes of the weight, since a matmul of the step sums over each of them."""
+        """The reason why a size of the weight does not fit; empty if both fit.
+
+        Both have to, since a matmul of the step sums over each of them.
+        """
         return layer.misfit(form.multiple, form.multiple)
 
     def misfit_of_rows(self, layer: Layer, form: Format, wgrad_rows: Sequence[int]) -> str:
-        """Check the rows of the batch in linear layers, since wgrad sums over the rows."""
+        """How to pad the batch of a linear layer whose rows do not fit; empty if they fit.
+
+        They have to, since wgrad sums over the rows.
+        """
         misfits = [rows for rows in sorted(wgrad_rows) if rows % form.multiple]
         if not misfits or layer.kind != "linear":
             return ""
@@ -291,10 +297,11 @@ class Inference(Use):
         return inference_recipe(form)
 
     def misfit(self, layer: Layer, form: Format) -> str:
-        """Check both sizes of the weight: the inner size has to be a multiple of `form.multiple`.
+        """The reason why a size of the weight does not fit; empty if both fit.
 
-        The outer size has to be a multiple of 16, and, if a block has several rows, a multiple of
-        the number of these rows. The number of input rows is not limited.
+        The inner size has to be a multiple of `form.multiple`. The outer size has to be a multiple
+        of 16, and, if a block has several rows, a multiple of the number of these rows. The number
+        of input rows is not limited.
         """
         # The least of the two, since bf16 needs no multiple.
         outer_multiple = min(form.multiple, max(_MULTIPLE, form.block[0]))

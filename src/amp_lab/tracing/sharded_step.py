@@ -99,7 +99,8 @@ def _copy_with_fakes(
 
     `fakes` has the fakes by the id of the original tensor. Other attributes, such as hooks, are
     shared with the original module. `copies` has the modules that are copied already, by the
-    original, so that a module in two places is copied once. It is empty in the first call.
+    original, so that a module in two places is copied once. It is empty in the first call, and each
+    call adds to it.
     """
     if module in copies:
         return copies[module]
