@@ -286,7 +286,10 @@ def test_a_language_models_loss_is_missed_loudly(capsys):
         (("xray", NET, *INPUT, "--against", "tpu"), "device type 'tpu'"),
         (("xray", NET, *INPUT, "--against", "fp8"), "device type 'fp8'"),
         (("xray", NET, *INPUT, "--against", ""), "value of against is empty"),
-        (("xray", NET, *INPUT, "--against", "cpu:fp8"), "'cpu:fp8': give a device"),
+        (
+            ("xray", NET, *INPUT, "--against", "cpu:fp8"),
+            "'cpu:fp8': give a device (cuda, xpu, mps, cpu), a dtype (fp16, bf16, fp32), or both",
+        ),
         (("xray", NET, *INPUT, "--against", "cpu:"), "'cpu:': give a device"),
         (("xray", NET, *INPUT, "--against", ":bf16"), "device type ''"),
         (("xray", NET, *INPUT, "--against", "cuda:1"), "or both, as cpu:bf16"),

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from amp_lab.model_call import ModelCall
 
 
+DTYPE_NAMES = ("fp16", "bf16", "fp32")
+"""The names of dtypes that options such as ``--against`` take; fp32 turns autocast off."""
 _TIMEOUT_S = 600
 
 
@@ -406,6 +408,26 @@ def _inputs_hint(call: "ModelCall", error: str) -> str:
         return ""
     shown = [f"{name} {dtype_name(t.dtype)} {tuple(t.shape)}" for name, t in inputs]
     return f"; the inputs are {', '.join(shown)}"
+
+
+def other_side(text: str, device: str, dtype: str | None) -> tuple[str, str | None]:
+    """The device and dtype that ``--against`` names: ``mps``, ``bf16`` or ``cpu:bf16``.
+
+    `device` and `dtype` are those of the first side, for what `text` leaves out. Raises
+    `OptionError` for a dtype that is not in `DTYPE_NAMES`. The device is not checked.
+    """
+    from amp_lab.core.backends import BACKENDS
+
+    first, colon, second = text.partition(":")
+    if not colon and first in DTYPE_NAMES:
+        return device, first
+    if not colon:
+        return first, dtype
+    if second not in DTYPE_NAMES:
+        devices = f"a device ({', '.join(BACKENDS)})"
+        dtypes = f"a dtype ({', '.join(DTYPE_NAMES)})"
+        raise OptionError(f"--against {text!r}: give {devices}, {dtypes}, or both, as cpu:bf16")
+    return first, second
 
 
 def dtype_of(name: str | None):

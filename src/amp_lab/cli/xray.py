@@ -5,11 +5,13 @@ from typing import TYPE_CHECKING
 
 from amp_lab.cli.memory_check import require_memory
 from amp_lab.cli.model_argument import (
+    DTYPE_NAMES,
     LoadedModel,
     add_absent_device,
     add_model,
     dtype_of,
     load_model,
+    other_side,
     trace_model,
     use_absent_device,
 )
@@ -18,8 +20,6 @@ from amp_lab.core.errors import OptionError
 
 if TYPE_CHECKING:
     from amp_lab.tracing.xray_result import Xray
-
-_DTYPES = ("fp16", "bf16", "fp32")
 
 
 def add(commands) -> None:
@@ -35,7 +35,7 @@ def add(commands) -> None:
     option = xray.add_argument
     option(
         "--dtype",
-        choices=_DTYPES,
+        choices=DTYPE_NAMES,
         help="dtype of autocast; fp32 turns autocast off (default: the backend's default)",
     )
     against = (
@@ -56,9 +56,9 @@ def add(commands) -> None:
         "with --parallel: precision (default: bf16, or the policy of a model that calls "
         "fully_shard)"
     )
-    option("--precision", choices=_DTYPES, help=precision)
+    option("--precision", choices=DTYPE_NAMES, help=precision)
     reduce_dtype = "with --parallel: dtype in which gradients are summed (default: fp32)"
-    option("--reduce-dtype", choices=_DTYPES, help=reduce_dtype)
+    option("--reduce-dtype", choices=DTYPE_NAMES, help=reduce_dtype)
     xray.set_defaults(run=run)
 
 
@@ -115,7 +115,7 @@ def _sides(options: argparse.Namespace) -> list[tuple[str, str | None]]:
         return [side]
     if options.depth is not None:
         raise OptionError("--depth and --against cannot be combined: leave one out")
-    return [side, _other_side(options.against, *side)]
+    return [side, other_side(options.against, *side)]
 
 
 def _run_sharded(options: argparse.Namespace) -> None:
@@ -147,20 +147,3 @@ def _run_sharded(options: argparse.Namespace) -> None:
             **call.kwargs,
         )
     show(result, options.format)
-
-
-def _other_side(text: str, device: str, dtype: str | None) -> tuple[str, str | None]:
-    """The device and dtype that `--against` names: ``mps``, ``bf16`` or ``cpu:bf16``.
-
-    `device` and `dtype` are those of the first side, for what `text` leaves out. Raises
-    `OptionError` if it is none of these.
-    """
-    first, colon, second = text.partition(":")
-    if not colon and first in _DTYPES:
-        return device, first
-    if not colon:
-        return first, dtype
-    if second not in _DTYPES:
-        known = f"a device (cuda, xpu, mps, cpu), a dtype ({', '.join(_DTYPES)})"
-        raise OptionError(f"--against {text!r}: give {known}, or both, as cpu:bf16")
-    return first, second

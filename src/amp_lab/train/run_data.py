@@ -16,9 +16,10 @@ _TEXT_SETTINGS = ("context", "tokenizer", "vocabulary")
 
 
 def require_match(config: RunConfig) -> None:
-    """Raise `RunError` if the model or a setting does not match the data set.
+    """Raise `RunError` if the model or a setting does not match the data set or another setting.
 
-    Text needs a GPT, images a classifier, and some settings are only for one of the two.
+    Text needs a GPT, images a classifier, and some settings are only for one of the two. Called
+    before the data are loaded.
     """
     is_text = DATASETS[config.dataset].is_text
     is_gpt = config.model in SIZES
