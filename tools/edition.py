@@ -33,7 +33,8 @@ BRANCH = "colab"  # which .github/workflows/pages.yml writes
 ARCHIVE = "amp-lab-notebooks.zip"
 GITHUB = "https://github.com/"
 # A link inside the project: ``](``, the path (empty for the same page), and ``#fragment`` or None.
-LINK = re.compile(r"(\]\()(?!https?:|mailto:)([^)\s#]*)(#[^)\s]*)?(?=[)\s])")
+# The name of a section may contain parentheses, as in "#Sums-in-14-bits-(optional)".
+LINK = re.compile(r"(\]\()(?!https?:|mailto:)([^)\s#]*)(#(?:[^()\s]|\([^()\s]*\))*)?(?=[)\s])")
 HEADING = re.compile(r"^#{1,4} +(.+?) *#*$", re.MULTILINE)
 # What else the archive contains: what the notebooks import, and the pages that they link to.
 ARCHIVED = (

@@ -47,7 +47,7 @@ def links(notebook: nbformat.NotebookNode) -> list[str]:
     """The targets of the links in its text."""
     text = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
     code = re.compile(r"```.*?```|`[^`\n]*`", re.DOTALL)
-    return re.findall(r"\]\(([^)\s]+)", code.sub("", text))
+    return re.findall(r"\]\(((?:[^()\s]|\([^()\s]*\))+)", code.sub("", text))
 
 
 def problem(link: str, notebook: nbformat.NotebookNode, folder: Path) -> str:
