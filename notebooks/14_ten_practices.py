@@ -82,7 +82,7 @@ for dtype in (fp16, bf16):
 # | 6. Always use the scaler | only for fp16 | bf16 has the range of fp32, so small gradients do not underflow ([01](01_number_formats.ipynb)) |
 # | 7. Tune the initial scale and the growth interval | rarely needed | a scale that is too high is halved at once; a short interval only skips more steps ([03](03_grad_scaler_step_by_step.ipynb)) |
 # | 8. Stay current with PyTorch | right | old names raise a warning and may be removed; `python -W error::FutureWarning` makes your tests fail on them ([13](13_from_apex.ipynb)) |
-# | 9. Try larger batches | right for memory | AMP makes activations about half as large, so nearly twice the batch fits ([09](09_xray_your_model.ipynb)); measure whether it is faster ([10](10_speed_ladder.ipynb)) |
+# | 9. Try larger batches | right for memory | AMP makes activations about half as large, so nearly twice the batch fits if activations take most of the memory ([09](09_xray_your_model.ipynb)); measure whether it is faster ([10](10_speed_ladder.ipynb)) |
 # | 10. Profile before and after | right | see [below](#Profile-before-and-after) |
 #
 # The profile below uses fp16 if `amp-lab doctor` recommends it for your device, and bf16 otherwise:
