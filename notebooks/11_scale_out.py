@@ -219,10 +219,8 @@ def train_ddp(config, data, dtype, device, sums_in=torch.float32):
 #
 # - `param_dtype`: FSDP2 casts the weights to this dtype *before* it sends them, and the layers compute in
 #   this dtype. The shards stay fp32.
-# - `reduce_dtype`: FSDP2 sends and sums the gradients in this dtype. Always set it, because its
-#   default [changed in PyTorch
-#   2.15](https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html) from `param_dtype` to the
-#   dtype of the stored weights.
+# - `reduce_dtype`: FSDP2 sends and sums the gradients in this dtype. Always set it: in PyTorch 2.15 the
+#   default changed from `param_dtype` to the dtype of the stored weights.
 # - `output_dtype`: the dtype of the output. In the policy of the outermost module, set fp32, so that the
 #   loss is fp32. <!-- tests/tracing/test_sharding.py -->
 #
@@ -318,8 +316,8 @@ for n in counts[1:]:
 # %% [markdown]
 # All set-ups have nearly the same losses as one process. In fp32 they are far closer than in bf16. **Keep
 # the global batch (of all ranks), and you can keep the learning rate.** If you keep the batch of each rank
-# instead, the global batch grows n times and may need a different learning rate. (Batch norm is an
-# exception: each rank computes the statistics of only its part of the batch.)
+# instead, the global batch grows n times and may need a different learning rate. Batch norm differs:
+# each rank sees only its part of the batch.
 #
 # ## What does each rank send and hold?
 #
@@ -347,8 +345,8 @@ _ = figures.sent_bytes(bars, most)
 #   model.
 # - With **`reduce_dtype=bf16`**, the bytes of the gradients halve as well.
 #
-# In this short run on four ranks, the sums in bf16 do not change the losses visibly. But you saw [at the
-# beginning](#The-idea-in-five-lines) that a sum in bf16 loses more precision with more ranks. A safe choice is to send weights in bf16 and sum gradients in fp32. The stored weights stay in
+# With four ranks, sums in bf16 do not change the losses visibly. But [at the
+# beginning](#The-idea-in-five-lines) a sum in bf16 lost more precision with more ranks. A safe choice is to send weights in bf16 and sum gradients in fp32. The stored weights stay in
 # fp32.
 #
 # The next cell checks these ratios.
