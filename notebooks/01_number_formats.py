@@ -266,8 +266,8 @@ for name, expected in ends_at.items():
 # %% [markdown]
 # In bf16 and in fp16 the weight ends at 1, where it began. Each update was less than half the spacing at
 # 1, so every sum was rounded back to 1. To a weight of 1, fp16 cannot add an update of 1/2048 or less, and
-# bf16 cannot add an update of 1/256 or less. So **bf16 has about the range of fp32, but not its precision**: it even loses
-# updates that fp16 would keep.
+# bf16 cannot add an update of 1/256 or less. So **bf16 has about the range of fp32, but not its
+# precision**: it even loses updates that fp16 would keep.
 #
 # ## Three techniques that make 16 bits work
 #

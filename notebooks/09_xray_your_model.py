@@ -362,10 +362,9 @@ memory
 # %% [markdown]
 # AMP makes only the activations smaller. Weights, gradients and optimizer state have the same size in
 # every column, and AMP adds copies of the weights. In this network the activations take most of the
-# memory, so almost twice the batch fits.
-#
-# Leave some room: the forecast counts only tensors, not the driver, the workspaces of cuDNN and cuBLAS, or
-# gaps between blocks. We expect the forecast to come within 10 % of what a GPU's allocator counts [*(not yet seen on a GPU)*](../data/results/README.md "memory-forecast").
+# memory, so almost twice the batch fits. Leave some room: the forecast counts only tensors, not the
+# driver, the workspaces of cuDNN and cuBLAS, or gaps between blocks. We expect it to come within 10 % of a
+# GPU's allocator [*(not yet seen on a GPU)*](../data/results/README.md "memory-forecast").
 
 # %%
 fp32, fp16 = memory["fp32"], memory["fp16"]

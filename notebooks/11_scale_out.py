@@ -17,11 +17,11 @@
 # - why the losses agree with those of one process, and how closely;
 # - which precision choices are new: the dtypes in which weights and gradients are sent;
 # - how all processes agree on the loss scale, and when they do not;
-# - in an optional section, how to save on four processes and resume on two.
+# - (optional) how to save on four processes and resume on two.
 #
 # **What you need.** [Notebook 02](02_autocast_dtypes.ipynb) for autocast and [notebook
 # 03](03_grad_scaler_step_by_step.ipynb) for the scaler. You need no GPU. On a CPU the processes share its
-# cores, so we count what they send and hold, and do not time them. The notebook runs for a few minutes.
+# cores, so we count what they send and hold, and do not time them.
 
 # %% tags=["nbval-ignore-output"]
 import os
@@ -211,8 +211,7 @@ def train_ddp(config, data, dtype, device, sums_in=torch.float32):
 # [FSDP2](https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html) divides the model: it cuts
 # each parameter into n *shards*. Each rank holds one shard of the weight, of its gradient and of the
 # optimizer state. FSDP2 gathers the whole weights of a layer for its forward pass, and again for its
-# backward pass. Then it averages the gradients over the ranks, and each rank keeps its shard of the
-# average.
+# backward pass. Then it averages the gradients, and each rank keeps its shard of the average.
 #
 # You choose the precision with a
 # [`MixedPrecisionPolicy`](https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html):
@@ -346,8 +345,8 @@ _ = figures.sent_bytes(bars, most)
 # - With **`reduce_dtype=bf16`**, the bytes of the gradients halve as well.
 #
 # With four ranks, sums in bf16 do not change the losses visibly. But [at the
-# beginning](#The-idea-in-five-lines) a sum in bf16 lost more precision with more ranks. A safe choice is to send weights in bf16 and sum gradients in fp32. The stored weights stay in
-# fp32.
+# beginning](#The-idea-in-five-lines) a sum in bf16 lost more precision with more ranks. So send weights
+# in bf16, and sum gradients in fp32.
 #
 # The next cell checks these ratios.
 
