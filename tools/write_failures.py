@@ -19,7 +19,7 @@ and a comment in TOML, which nobody sees who reads the notebook:
 - `words`: other words that people search for.
 - `torch`: which versions raise it, if not all do.
 - `general`: true if its messages often have causes that are not about precision. They then count
-  only in a text that has a word of the subject, such as autocast.
+  only in a text that has a word of the subject, such as autocast, or a clue of clues.toml.
 
 The first paragraphs after **Why.**, **The fix.** and **Not this.** are the cause, the cure, and a
 cure that is unsafe.

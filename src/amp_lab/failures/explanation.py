@@ -17,11 +17,10 @@ _LONGEST_CONTEXT = 6000  # characters before the end of a text in which clues ar
 _LONGEST_MESSAGE = 400  # characters after the name of an error: what follows is other output
 # A description without a word of the subject is known if so many of its words are words of its best
 # failure, and if its words score so much on average. Found with descriptions of other trouble.
-_WORDS_IN_COMMON = 4
-_SCORE_OF_A_WORD = 4.8
-# It is also known if two fifths of its words, at least six, are words of one failure whose score is
-# twice that of the next.
-_WORDS_OF_A_WINNER = 6
+_WORDS_IN_COMMON = 6
+_SCORE_OF_A_WORD = 5.8
+# Instead of that score, two fifths of its words may be words of one failure whose score is twice
+# that of the next.
 _SHARE_OF_A_WINNER = 0.4
 _LEAD_OF_A_WINNER = 2
 _PRINTED = re.compile(r"(?<![A-Za-z_.])[A-Za-z_.]*(?:Error|Exception|Warning|Unsupported)\b ?[:(]")
@@ -151,7 +150,11 @@ def _by_message(text: str, reference: Reference) -> list[Failure]:
     matches: list[_Match] = []
     lower = line.lower()
     for pattern in reference.patterns:
-        if pattern.fragment not in lower or (pattern.general and not has_subject(line, reference)):
+        if pattern.fragment not in lower:
+            continue
+        if pattern.general and not (
+            has_subject(line, reference) or _by_clues(pattern.code, lower, reference)
+        ):
             continue
         end = _end_of_last_match(pattern, line)
         if end is not None:
@@ -243,9 +246,11 @@ def _is_about_precision(
     common = len(best["match_data"].metadata)
     # lunr has divided the sum of the scores by the length of the vector of words.
     score_of_a_word = best["score"] / math.sqrt(words)
-    if common >= _WORDS_IN_COMMON and score_of_a_word >= _SCORE_OF_A_WORD:
+    if common < _WORDS_IN_COMMON:
+        return False
+    if score_of_a_word >= _SCORE_OF_A_WORD:
         return True
-    if common < max(_WORDS_OF_A_WINNER, _SHARE_OF_A_WINNER * words):
+    if common < _SHARE_OF_A_WINNER * words:
         return False
     return len(failures) == 1 or best["score"] >= _LEAD_OF_A_WINNER * failures[1]["score"]
 

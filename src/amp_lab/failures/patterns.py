@@ -49,7 +49,7 @@ class Pattern(NamedTuple):
     exact: str
     """The message in lower case if it has no placeholder, else empty."""
     general: bool
-    """Whether it also has other causes, so that it counts only in a text about precision."""
+    """Whether it also has other causes, so that it counts only beside a subject word or a clue."""
 
 
 def pattern(code: str, message: str, *, general: bool = False) -> Pattern:

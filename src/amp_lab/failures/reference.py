@@ -44,7 +44,7 @@ class Failure:
     """Other words that people search for."""
     general: bool = False
     """Whether the messages often have other causes. Such a message counts only if the text also has
-    a subject word."""
+    a subject word or a clue."""
     torch: str = ""
     """The versions of torch with this failure; empty if all supported versions have it."""
     sources: tuple[str, ...] = ()

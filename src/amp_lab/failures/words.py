@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 _PURPOSE = "finding a text by its words"
 # Found with practice questions: how much each field counts, and how much less a long text does.
-_BOOST = {"title": 3, "symptoms": 1, "messages": 0.15, "words": 2, "text": 0.8}
+_BOOST = {"title": 3, "symptoms": 1, "messages": 0.15, "words": 3, "text": 0.8}
 _B, _K1 = 0.2, 0.6  # of BM25
 _PREFIX = re.compile(r"^\s*(?:[\w.]*(?:Error|Exception|Warning)\b:?\s*)+")
 _WORD = re.compile(r"[a-z0-9]+")
