@@ -28,7 +28,8 @@ class MatmulFormats:
       format that they have in the other matmuls.
     - If `hadamard` is set, a Hadamard transform is applied to the operands of wgrad first. The
       transform spreads outliers over their block.
-    - With a `generator`, gradients are rounded stochastically.
+    - With a `generator`, gradients are rounded stochastically, except in a format without a scale
+      (bf16, fp16).
     """
 
     values: str | Format

@@ -175,7 +175,8 @@ def quantize(
     `form` is a name in `FORMATS` or a `Format`. Rows run along the last dimension. The dimensions
     before it are flattened. If the format has one scale for the tensor, `amax` replaces the largest
     magnitude, as in delayed scaling. With a `generator`, elements are rounded stochastically, but
-    scales are not. `counts`, if given, adds up the numbers of clipped and flushed values.
+    scales and formats without a scale (bf16, fp16) are not. `counts`, if given, adds up the numbers
+    of clipped and flushed values.
 
     The result equals that of torchao (float8, MXTensor, NVFP4Tensor) bit for bit, with one
     exception: in NVFP4 a tensor of zeros stays zero, where torchao divides zero by zero. A NaN
