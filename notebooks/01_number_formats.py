@@ -16,7 +16,8 @@
 # **What you'll learn.**
 # - to describe a format by two properties: how far it reaches (*range*) and how close together its numbers
 #   lie (*spacing*);
-# - to recognise overflow, underflow and swamping, and to predict which format suffers from which;
+# - to recognise overflow, underflow and *swamping* (a small number that is added to a large one is lost),
+#   and to predict which of these errors occur in each format;
 # - why mixed precision keeps fp32 *master weights*, scales the loss, and adds up in fp32.
 #
 # **What you need.** PyTorch, and some experience with training a network. You need no GPU: only the

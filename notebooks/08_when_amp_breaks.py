@@ -299,7 +299,7 @@ assert failure.code == "AMP0018"
 # | [Selective checkpointing of a shared weight fails in backward](07_training_recipes.ipynb#Checkpoint-activations) `AMP0158` | `` encountered during backward but not found in storage `` |
 # | [The precision flag of accelerate or DeepSpeed has no effect](19_choose_your_precision.ipynb#What-other-frameworks-call-it) `AMP0178` | `mixed_precision` of accelerate has no effect |
 # | [The logits of a language model do not fit into memory](17_language_model.ipynb#The-loss-over-a-large-vocabulary) `AMP0179` | `` logits = logits.float()…CUDA out of memory `` |
-# | [A model in 8 or 4 bits is slower than in 16](18_inference_and_export.ipynb) `AMP0204` | load_in_8bit or 4-bit inference is slower than fp16 |
+# | [A model quantized to 8 or 4 bits is slower than in 16 bits](18_inference_and_export.ipynb) `AMP0204` | load_in_8bit or 4-bit inference is slower than fp16 |
 # | [FP8 training is slower than bf16, or takes more memory](15_below_16_bits.ipynb#Which-GPU-supports-which-format-(optional)) `AMP0230` | FP8 training is slower than bf16 or fp16 on an H100 |
 # | [The longest batch so far runs out of memory](08g_speed_and_memory.ipynb#CUDA-is-out-of-memory) `AMP0232` | GPU memory rises in jumps during the fine-tuning of a language model, out of memory after hours |
 # | [Lightning or accelerate refuses the name of a precision](../docs/trainers.md#lightning-refuses-a-precision-is-invalid-or-received-both) `AMP0263` | `` Precision '…' is invalid. Allowed precision values: `` |

@@ -72,8 +72,8 @@ wide, _ = make(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 512))
 # **What you see.** The log contains one of the warnings below, which are easy to miss. Training is as
 # slow as in fp32 and needs as much memory.
 #
-# **The smallest program that does it.** A script for CUDA runs on a machine without a GPU, or asks
-# autocast for fp32. (On a machine with a GPU, only the dtype causes a warning.)
+# **The smallest program that does it.** We enable autocast and the scaler for CUDA, and pass
+# `dtype=torch.float32` to autocast. (On a machine with a GPU, only the dtype causes a warning.)
 
 # %%
 warned = warnings_of(lambda: (torch.autocast("cuda"), torch.amp.GradScaler("cuda")))

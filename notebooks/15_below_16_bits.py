@@ -312,7 +312,7 @@ _ = figures.loss_from_fp32(losses)
 
 # %% [markdown]
 # The figure shows how far each loss is above that of fp32: the mean of three seeds, with bars for
-# their range. The grey band is the range of fp32's own seeds. With scales, FP8 and MXFP8 stay within
+# their range. The grey band is the range of the fp32 loss over the seeds. With scales, FP8 and MXFP8 stay within
 # the band, and the four-bit formats end a little higher. Without a scale the model learns less,
 # because E4M3 rounds many gradients to zero. We check this:
 

@@ -234,7 +234,7 @@ def test_whatever_a_model_raises_for_other_tokens_is_told_with_them():
 def test_more_tokens_than_the_config_has_places_for_are_named():
     model = Attends()
     model.config = types.SimpleNamespace(max_position_embeddings=64)
-    said = "100 tokens exceed max_position_embeddings of the model's config, 64."
+    said = "100 tokens are too many for the model: max_position_embeddings in its config is 64."
     assert said in str(table(model, tokens=100))
     assert "max_position_embeddings" not in str(table(model, tokens=64))
 

@@ -373,7 +373,7 @@ def test_table_is_printed_with_every_op(tables, device_type):
 def test_differences_are_printed(tables):
     found = differences(tables["cuda"], tables["mps"])
     text, markdown, page = str(found), found.to_markdown(), found._repr_html_()
-    assert text.startswith(f"{len(found)} ops differ between autocast")
+    assert text.startswith(f"Autocast treats {len(found)} ops differently")
     assert re.search(r"^vdot +promote +-$", text, re.MULTILINE)
     assert "| vdot | promote | - |" in markdown
     assert "<td>vdot</td><td>promote</td><td>-</td>" in page

@@ -138,7 +138,7 @@ def _is_required(parameter: inspect.Parameter) -> bool:
 def _format_error(error: BaseException) -> str:
     """The error in a line, as the end of a sentence."""
     if isinstance(error, SystemExit):
-        return f"the code exits ({with_type(error)}): give code that returns"
+        return f"the code ends the process ({with_type(error)}): remove this call of exit"
     return with_type(error)
 
 

@@ -77,7 +77,10 @@ class DeviceReport:
         return (self.recommended,)
 
     def speedup(self, precision: Precision) -> float:
-        """Return the rate of `precision` divided by fp32's; 0 if the device does not have it."""
+        """Return the matmul rate of `precision` divided by that of fp32.
+
+        Returns 0 if the device does not support `precision`.
+        """
         return _speedup(self.rates, precision)
 
 

@@ -66,7 +66,7 @@ class Element:
         return self.round_(values.to(torch.float32, copy=True), generator)
 
     def round_(self, values: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """Round fp32 `values` in place, as `round` does, and return them."""
+        """Round the fp32 tensor `values` in place, by the rules of `round`, and return it."""
         values.clamp_(-self.largest, self.largest)  # NaN stays
         # An fp32 number with its sign and mantissa bits cleared is the power of two at or below
         # its magnitude. Below the smallest normal number, that number's power takes its place.

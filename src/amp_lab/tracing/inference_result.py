@@ -209,7 +209,7 @@ class InferenceTable(ForecastTable):
             else:
                 yield f"{ways}: {sentences}"
         if self.tokens and self.places and self.tokens > self.places:
-            limit = f"max_position_embeddings of the model's config, {self.places:,}"
-            yield f"{self.tokens:,} tokens exceed {limit}."
+            limit = f"max_position_embeddings in its config is {self.places:,}"
+            yield f"{self.tokens:,} tokens are too many for the model: {limit}."
         yield "The KV cache of the input is counted among the temporaries."
         yield "Not counted: the memory of the driver."

@@ -135,7 +135,7 @@ class OpDifferences(Printed, list[OpDifference]):
             ["op", first, second],
             [[row.op, row.first or "-", row.second or "-"] for row in self],
             caption=(
-                f"{len(self)} ops differ between autocast on {first!r} and on {second!r}. '-' "
+                f"Autocast treats {len(self)} ops differently on {first!r} and on {second!r}. '-' "
                 "means that autocast does not change the op."
             ),
         )

@@ -51,7 +51,7 @@ def training_steps(
     not a model; `DeviceError` for an unknown device type.
     """
     if optimizer not in OPTIMIZERS:
-        raise TraceError(f"optimizer {optimizer!r}: give one of {', '.join(OPTIMIZERS)}")
+        raise TraceError(f"unknown optimizer {optimizer!r}: give one of {', '.join(OPTIMIZERS)}")
     if not 1 <= fsdp_ranks <= _MOST_RANKS:
         raise TraceError(f"ranks {fsdp_ranks}: give 1 to {_MOST_RANKS}")
     checked_backend(device_type)

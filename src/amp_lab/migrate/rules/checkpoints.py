@@ -31,7 +31,7 @@ _NOT_LOADED = remedy(
 _NEVER_LOADED = remedy(
     "migrate.never_loaded",
     "a scaler's state is saved, but not loaded with the optimizer's",
-    "{scaler}.state_dict() is saved and never loaded, so the scale restarts: call "
+    "{scaler}.state_dict() is saved but never loaded, so the scale starts again: call "
     "{scaler}.load_state_dict(...) where {optimizer}'s state is loaded",
     failure="AMP0046",
 )

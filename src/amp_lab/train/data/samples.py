@@ -20,7 +20,7 @@ OFFSET = 3  # of the passages of a text
 
 
 class SampleSet(Dataset):
-    """Samples of one shape with their targets. A key gives the epoch and the index of a sample.
+    """Samples of one shape with their targets, by epoch and index.
 
     A sample is a normalised image, float32 (3, S, S), or a passage of a text, int64 (T,). The
     target of an image is an int. The target of a passage contains the token after each of its
