@@ -224,7 +224,7 @@ assert failure.code == "AMP0018"
 # | [The weight and the bias of one layer have two dtypes](08e_dtypes.ipynb#A-half-precision-output-leaves-the-block) `AMP0153` | `` self and mat2 must have the same dtype, but got BFloat16 and Float `` |
 # | [A LoRA model trains, but generate() or evaluation raises](08e_dtypes.ipynb#The-model-is-in-half-precision-but-its-input-is-fp32) `AMP0154` | `` fast_lora.py…to have the same dtype `` |
 # | [FP8 weights reach an op that has no FP8](08e_dtypes.ipynb#The-model-is-in-half-precision-but-its-input-is-fp32) `AMP0155` | `` mat1 and mat2 must have the same dtype, but got BFloat16 and Float8_e4m3fn `` |
-# | [A quantized layer computes in another dtype than the model](../docs/quantized.md#which-bnb_4bit_compute_dtype-should-i-set) `AMP0156` | `` Expected Tensor argument scales to have dtype torch.bfloat16, but got torch.float32 instead `` |
+# | [A 4-bit or 8-bit layer computes in another dtype than the model, such as fp32](../docs/quantized.md#which-bnb_4bit_compute_dtype-should-i-set) `AMP0156` | `` Expected Tensor argument scales to have dtype torch.bfloat16, but got torch.float32 instead `` |
 # | [Quantization-aware training fails under autocast](08e_dtypes.ipynb#A-half-precision-output-leaves-the-block) `AMP0157` | `` fused_moving_avg_obs_fake_quant…expected scalar type Float but found Half `` |
 # | [A gradient of another dtype is assigned to a weight](08e_dtypes.ipynb#Writing-into-a-buffer-fails) `AMP0159` | `` attempting to assign a gradient with dtype '…' to a tensor with grad_dtype '…' `` |
 # | [PEFT trains modules_to_save in fp16, but adapters in fp32](../docs/trainers.md#peft-attempting-to-unscale-fp16-gradients) `AMP0267` | which dtype do LoRA adapters have in PEFT |
@@ -295,7 +295,7 @@ assert failure.code == "AMP0018"
 # | [The first optimizer step runs out of memory](16_low_precision_state.ipynb#Bytes-per-parameter) `AMP0172` | `` state["exp_avg"] = torch.zeros_like(…out of memory `` |
 # | [nvidia-smi shows more memory than PyTorch has allocated](../docs/memory_in_practice.md#allocated-reserved-or-nvidia-smi-which-number-is-right) `AMP0174` | nvidia-smi shows more memory than `torch.cuda.memory_allocated()` |
 # | [An FP8 or FP4 matmul refuses its scales, its layout or its dtypes](15_below_16_bits.ipynb#Compare-with-PyTorch's-FP8-matmul) `AMP0175` | `` CUBLAS_STATUS_NOT_SUPPORTED when calling …cublasLtMatmul `` |
-# | [16 bits are slow on this GPU or CPU](19_choose_your_precision.ipynb#Known-problems-of-each-device) `AMP0176` | `` Requested … compute type, but the target device or backend do not support efficient `` |
+# | [fp16 or bf16 is several times slower than fp32 on this GPU or CPU](19_choose_your_precision.ipynb#Known-problems-of-each-device) `AMP0176` | `` Requested … compute type, but the target device or backend do not support efficient `` |
 # | [Selective checkpointing of a shared weight fails in backward](07_training_recipes.ipynb#Checkpoint-activations) `AMP0158` | `` encountered during backward but not found in storage `` |
 # | [The precision flag of accelerate or DeepSpeed has no effect](19_choose_your_precision.ipynb#What-other-frameworks-call-it) `AMP0178` | `mixed_precision` of accelerate has no effect |
 # | [The logits of a language model do not fit into memory](17_language_model.ipynb#The-loss-over-a-large-vocabulary) `AMP0179` | `` logits = logits.float()…CUDA out of memory `` |

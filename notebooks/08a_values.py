@@ -525,6 +525,7 @@ assert (2 * pixels / (pixels + pixels)).isnan()  # a Dice score
 #   "a checkpoint of a good run predicts NaN",
 #   "validation result becomes nan in epoch 34 while the train loss looks healthy",
 #   "the running mean of a batchnorm layer is nan, seen in eval only",
+#   "one overflow in training with AMP leaves inf in running_mean, and evaluation is NaN from then on",
 #   "val_loss nan and score 0 with nnU-Net, the training loss falls",
 # ]
 # words = "batchnorm batch norm running_mean running_var buffers eval validation inference batchnorm1d"

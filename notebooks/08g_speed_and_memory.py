@@ -338,6 +338,7 @@ assert torch.tensor(1.0).bfloat16() + 1e-3 == 1  # an update of a bf16 weight
 #   "evaluation runs out of memory with no_grad and autocast around the whole dataloader loop",
 #   "inference uses more memory with autocast than without",
 #   "memory grows under `no_grad` inside the autocast block",
+#   "a loop of forward passes in the validation step leaks memory only with precision=16 or AMP on",
 #   "out of memory in `generate` or in sampling only with fp16 or autocast",
 #   "evaluation with `--fp16` needs more memory than in fp32",
 #   "sampling takes more VRAM inside the autocast context than the full-precision model",

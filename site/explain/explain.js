@@ -11,6 +11,7 @@ const AmpExplain = (() => {
   const LOGGED_NUMBER = /[\w/]+ ?[:=] ?-?\d[\w.:+-]*,?/g; // such as "lr: 1.0e-03" in a log
   const CODE = /(?<![A-Za-z0-9_])AMP[0-9]{4}(?![A-Za-z0-9_])/gi;
   const FINAL_Y = /([aeiou]|^[^aeiouwy]{2,})y(?:s|ed|ing)?$/;
+  const CONTRACTION = /(?:n['’]t|['’](?:s|re|ve|ll|d|m))(?![a-z0-9_])/g;
   const PREFIX = /^\s*(?:[\w.]*(?:Error|Exception|Warning)\b:?\s*)+/;
   const FRAME = new RegExp(
     '^[ \\t│]*File "([^"\\n]+)", line (\\d+)(?:, in ([^\\n]+))?(?:\\n([^\\n]*))?' +
@@ -29,7 +30,7 @@ const AmpExplain = (() => {
 
   /** The words of a text as the index has them, without the names of exceptions before it. */
   function termsOf(text, synonyms) {
-    const words = flat(text).replace(PREFIX, "").toLowerCase().match(/[a-z0-9]+/g) ?? [];
+    const words = flat(text).replace(PREFIX, "").toLowerCase().replace(CONTRACTION, " ").match(/[a-z0-9]+/g) ?? [];
     const terms = [];
     for (let start = 0, length; start < words.length; start += length) {
       length = LONGEST_PHRASE;

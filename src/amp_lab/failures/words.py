@@ -16,6 +16,8 @@ _BOOST = {"title": 3, "symptoms": 1, "messages": 0.15, "words": 3, "text": 0.8}
 _B, _K1 = 0.2, 0.6  # of BM25
 _PREFIX = re.compile(r"^\s*(?:[\w.]*(?:Error|Exception|Warning)\b:?\s*)+")
 _WORD = re.compile(r"[a-z0-9]+")
+# Of "doesn't" and "model's", only "does" and "model" are words.
+_CONTRACTION = re.compile(r"(?:n['’]t|['’](?:s|re|ve|ll|d|m))(?![a-z0-9_])")
 _LONGEST_PHRASE = 3  # words
 # lunr's stemmers in Python and JavaScript treat a final "y" differently: after a vowel, and in
 # words without a vowel, such as "try".
@@ -27,7 +29,7 @@ def terms_of(text: str, synonyms: dict[str, str]) -> list[str]:
 
     A synonym may consist of several words, such as ``out of memory``.
     """
-    words = _WORD.findall(_PREFIX.sub("", flat(text)).lower())
+    words = _WORD.findall(_CONTRACTION.sub(" ", _PREFIX.sub("", flat(text)).lower()))
     terms = []
     start = 0
     while start < len(words):
