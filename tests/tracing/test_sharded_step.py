@@ -107,7 +107,7 @@ def test_the_largest_batch_grows_with_the_ranks():
 def test_what_cannot_be_is_told():
     model, x = nn.Linear(4, 4), torch.rand(2, 4)
     for ranks in (0, -1, 1025):
-        with pytest.raises(TraceError, match=f"ranks {ranks}: give 1 to "):
+        with pytest.raises(TraceError, match=f"fsdp_ranks={ranks}: give 1 to "):
             forecast_memory(model, x, precision="fp32", fsdp_ranks=ranks)
     store = dist.HashStore()
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)

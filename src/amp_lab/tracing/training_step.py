@@ -53,7 +53,7 @@ def training_steps(
     if optimizer not in OPTIMIZERS:
         raise TraceError(f"unknown optimizer {optimizer!r}: give one of {', '.join(OPTIMIZERS)}")
     if not 1 <= fsdp_ranks <= _MOST_RANKS:
-        raise TraceError(f"ranks {fsdp_ranks}: give 1 to {_MOST_RANKS}")
+        raise TraceError(f"fsdp_ranks={fsdp_ranks}: give 1 to {_MOST_RANKS}")
     checked_backend(device_type)
     traced_on = "cpu" if fsdp_ranks > 1 else device_type  # FSDP2 runs on fake tensors of the CPU
     with steps_on(model, traced_on, precisions) as (run, checked_precisions), torch.enable_grad():
@@ -126,7 +126,11 @@ class TrainingStep(TraceableStep):
             # sparse gradients, or the gradient of an `nn.EmbeddingBag` on a CPU.
             refused = {key for key, gradient in sparse.items() if gradient._nnz() == 0}
         else:
-            reason = f"{self.optimizer} does not support sparse gradients (sgd does)"
+            supporting = [name for name, row in OPTIMIZERS.items() if row.takes_sparse]
+            reason = (
+                f"{self.optimizer} does not support sparse gradients "
+                f"(use {' or '.join(supporting)})"
+            )
             refused = set(sparse)
         if refused:
             names = [name for name, p in self.run.parameters.items() if id(p) in refused]
