@@ -118,8 +118,7 @@ assert torch.tensor(1e30).half() == math.inf
 # - *eps*, the distance from 1 to the next larger number.
 #
 # In the table, the normal range goes from the smallest normal number to the largest number. The last
-# column is the number of decimal digits: the 1 and the mantissa make log2(2 / eps) bits, which are worth
-# log10(2 / eps) digits.
+# column converts the bits of the mantissa, together with the 1 before it, to decimal digits.
 
 # %%
 print(f"{'format':<10}{'smallest':<10}{'normal range':<24}{'eps':<7}digits")
@@ -152,7 +151,7 @@ _ = figures.range_and_spacing(pictured)
 #
 # In the lower half, each line is flat where its numbers are normal: **the spacing grows with the number,
 # so the relative spacing stays about the same**, between eps/2 and eps. Where numbers become subnormal,
-# the line rises. It ends at 2^0, at the smallest positive number: the next smaller number is zero.
+# the line rises. It ends at 2^0, at the smallest positive number, because the next number is twice as large.
 # <!-- tests/notebooks/test_01_number_formats.py -->
 #
 # With 16 bits you have to choose: fp16 is finer (its dotted line lies on that of tf32), and bf16 is wider.

@@ -341,8 +341,8 @@ assert max(scales) > 65504
 # [waits for the
 # GPU](https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html#avoid-unnecessary-cpu-gpu-synchronization)
 # in each step, because `scaler.step` has to read whether a gradient overflowed. A fused optimizer
-# (`fused=True`) checks this on the device, so the CPU need not wait. As soon as the scaler has scaled a
-# loss, `get_scale()` makes the CPU wait too. <!-- tests/notebooks/test_03_grad_scaler_step_by_step.py -->
+# (`fused=True`) checks this on the device, so the CPU need not wait. `get_scale()` makes the CPU wait
+# too, because it reads the scale from the GPU, so call it only when you need it. <!-- tests/notebooks/test_03_grad_scaler_step_by_step.py -->
 #
 # ## A scaler written by hand
 #

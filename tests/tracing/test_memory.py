@@ -464,7 +464,7 @@ class Reentrant(nn.Linear):
     ("model", "options", "says"),
     [
         (nn.Linear(4, 4).half(), {"precision": "fp32"}, "^Linear .*: addmm .*one dtype"),
-        (nn.Linear(4, 4), {"optimizer": "no-such"}, "^optimizer 'no-such': .*sgd, "),
+        (nn.Linear(4, 4), {"optimizer": "no-such"}, "^unknown optimizer 'no-such': .*sgd, "),
         (nn.Linear(4, 4), {"precision": "fp17"}, "^precision 'fp17': .*fp32, tf32, "),
         (nn.Linear(5, 4), {}, r"^Linear .*\(2, 4\): .*dim, but got"),
         (Branch(4, 4).to("meta"), {}, "^Branch: .*_local_scalar_dense.* depends"),
