@@ -1,6 +1,7 @@
 """Mixed dtypes raise on fake tensors wherever they raise for real."""
 
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -156,6 +157,32 @@ def test_what_is_no_float_is_taken_by_a_fake_as_by_a_kernel(layer, dtype):
 
     traced = refused(lambda: xray(layer, x, device_type="cpu", dtype=torch.bfloat16))
     assert traced is refused(real)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.uint8], ids=str)
+@pytest.mark.parametrize(
+    ("mode", "dims"),
+    [
+        *(("nearest", dims) for dims in (3, 4, 5)),
+        *(("nearest-exact", dims) for dims in (3, 4, 5)),
+        ("linear", 3), ("bilinear", 4), ("bicubic", 4), ("trilinear", 5),
+        ("bilinear antialias", 4), ("bicubic antialias", 4),
+    ],
+)  # fmt: skip
+def test_upsampling_takes_uint8_where_a_kernel_does(mode, dims, dtype):
+    method, *antialias = mode.split()
+
+    def upsample(x):
+        return F.interpolate(x, scale_factor=2, mode=method, antialias=bool(antialias))
+
+    x = torch.ones(1, 2, *[4] * (dims - 2)).to(dtype)
+    try:
+        upsample(x)
+        refused = False
+    except RuntimeError:  # a NotImplementedError is one
+        refused = True
+    with pytest.raises(RuntimeError) if refused else nullcontext(), StrictFakeMode():
+        upsample(torch.ones(x.shape, dtype=dtype))
 
 
 # Each writes a number into a tensor, or a new one like it.

@@ -147,13 +147,16 @@ def _refuse_wide_norm_data_on_cpu(*positions: int) -> Callable[[OpCall], None]:
     return refuse
 
 
+_UPSAMPLES_WITHOUT_UINT8 = ("upsample_linear1d", "upsample_trilinear3d")
+
+
 def _refuse_non_floats(call: OpCall) -> None:
-    """Refuse a first argument of integers or bools; only upsampling takes images in uint8."""
+    """Refuse a first argument of integers or bools; some upsampling takes images in uint8."""
     first = call.first
     if first is None or first.is_floating_point() or first.is_complex():
         return
-    is_image_to_upsample = first.dtype is torch.uint8 and call.name.startswith("upsample")
-    if not is_image_to_upsample:
+    is_image_to_upsample = first.dtype is torch.uint8 and "upsample" in call.name
+    if not is_image_to_upsample or call.name in _UPSAMPLES_WITHOUT_UINT8:
         raise RuntimeError(f"{call.name} does not take a tensor of {first.dtype}")
 
 
@@ -263,7 +266,9 @@ LIMITS: tuple[KernelLimit, ...] = (
         "gelu gelu_ silu silu_ mish mish_ hardswish hardswish_ hardsigmoid hardsigmoid_ glu "
         "_softmax _log_softmax adaptive_max_pool2d adaptive_max_pool3d upsample_nearest1d "
         "upsample_nearest2d upsample_nearest3d upsample_linear1d upsample_bilinear2d "
-        "upsample_bicubic2d upsample_trilinear3d",
+        "upsample_bicubic2d upsample_trilinear3d _upsample_nearest_exact1d "
+        "_upsample_nearest_exact2d _upsample_nearest_exact3d _upsample_bilinear2d_aa "
+        "_upsample_bicubic2d_aa",
         _refuse_non_floats,
         _CPU_RUN,
     ),
