@@ -21,6 +21,7 @@ from amp_lab import find_nonfinite, forecast_memory, xray
 from amp_lab.core.backends import BACKENDS
 from amp_lab.core.errors import DeviceError, TraceError
 from amp_lab.model_call import ModelCall
+from amp_lab.tracing import device_guard
 from amp_lab.tracing.dtype_checks import StrictFakeMode
 from amp_lab.tracing.fake_device import absent_device, autocast_on, on_fake_device
 
@@ -467,3 +468,25 @@ assert found.output_dtypes == [torch.float16]
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("device_type", "is_built", "advice"),
+    [("cuda", False, "'cpu'"), ("xpu", False, "'cpu'"), ("xpu", True, "'cuda' or 'cpu'")],
+)
+def test_without_a_table_of_guards_only_devices_that_work_are_advised(
+    monkeypatch, device_type, is_built, advice
+):
+    """As on Windows; a torch that was built with CUDA needs no guard from us for it."""
+    monkeypatch.setattr(device_guard, "_REGISTRY", "not_in_libc10")
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: is_built)
+    layer, x = nn.Linear(2, 2), torch.ones(1, 2)
+    with pytest.raises(DeviceError, match=f"'{device_type}'.*Give {advice}$"):
+        xray(layer, x, device_type=device_type)
+    xray(layer, x, device_type="cpu")
+
+
+@pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="torch is built without CUDA")
+def test_cuda_needs_no_table_of_guards_if_torch_was_built_for_it(monkeypatch):
+    monkeypatch.setattr(device_guard, "_REGISTRY", "not_in_libc10")
+    xray(nn.Linear(2, 2), torch.ones(1, 2), device_type="cuda")

@@ -38,9 +38,11 @@ def idle_guard(row: Backend) -> Iterator[None]:
         libc10 = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / f"libc10{suffix}"))
         guards = table_type.in_dll(libc10, _REGISTRY)
     except (OSError, ValueError):  # no libc10, or no such symbol in it, as on Windows
+        # A torch that was built with CUDA has a guard for it.
+        advice = "'cuda' or 'cpu'" if torch.backends.cuda.is_built() else "'cpu'"
         raise DeviceError(
             f"device type {row.type!r}: torch {torch.__version__} on {sys.platform} cannot trace "
-            "for this device without having one. Give 'cuda' or 'cpu'"
+            f"for this device without having one. Give {advice}"
         ) from None
     guard_before = guards[index]  # None: there is none
     if guard_before is None:
