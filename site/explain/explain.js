@@ -4,8 +4,7 @@
 
 const AmpExplain = (() => {
   const MOST = 3, MAX_CHARACTERS = 1e6, LONGEST_QUESTION = 3000, LONGEST_MESSAGE = 400, LONGEST_CONTEXT = 6000, NUMBERS_OF_A_LOG = 4;
-  const WORDS_IN_COMMON = 6, SCORE_OF_A_WORD = 5.8, LONGEST_PHRASE = 3;
-  const SHARE_OF_A_WINNER = 0.4, LEAD_OF_A_WINNER = 2;
+  const WORDS_OF_A_WINNER = 6, SHARE_OF_A_WINNER = 0.4, LEAD_OF_A_WINNER = 1.8, LONGEST_PHRASE = 3;
   const ERROR = /(?<![A-Za-z_.])[A-Za-z_.]*(?:Error|Exception)\b ?:/g;
   const PRINTED = /(?<![A-Za-z_.])[A-Za-z_.]*(?:Error|Exception|Warning|Unsupported)\b ?[:(]/g;
   const LOGGED_NUMBER = /[\w/]+ ?[:=] ?-?\d[\w.:+-]*,?/g; // such as "lr: 1.0e-03" in a log
@@ -123,10 +122,7 @@ const AmpExplain = (() => {
     const words = wordsToSearch(question, reference.synonyms).length;
     const [best, next] = failures;
     const common = Object.keys(best.matchData.metadata).length;
-    // lunr has divided the sum of the scores by the length of the vector of words.
-    if (common < WORDS_IN_COMMON) return false;
-    if (best.score / Math.sqrt(words) >= SCORE_OF_A_WORD) return true;
-    if (common < SHARE_OF_A_WINNER * words) return false;
+    if (common < Math.max(WORDS_OF_A_WINNER, SHARE_OF_A_WINNER * words)) return false;
     return !next || best.score >= LEAD_OF_A_WINNER * next.score;
   }
 

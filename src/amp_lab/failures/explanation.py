@@ -1,6 +1,5 @@
 """Find the failure that a message, a log or a description is about."""
 
-import math
 import re
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -15,14 +14,12 @@ MAX_CHARACTERS = 1_000_000  # of a log, from its end
 _LONGEST_QUESTION = 3000  # characters: a longer text is a log
 _LONGEST_CONTEXT = 6000  # characters before the end of a text in which clues are searched
 _LONGEST_MESSAGE = 400  # characters after the name of an error: what follows is other output
-# A description without a word of the subject is known if so many of its words are words of its best
-# failure, and if its words score so much on average. Found with descriptions of other trouble.
-_WORDS_IN_COMMON = 6
-_SCORE_OF_A_WORD = 5.8
-# Instead of that score, two fifths of its words may be words of one failure whose score is twice
-# that of the next.
+# A description without a word of the subject is known if two fifths of its words, at least six, are
+# words of one failure whose score is far above that of the next. Found with descriptions of other
+# trouble.
+_WORDS_OF_A_WINNER = 6
 _SHARE_OF_A_WINNER = 0.4
-_LEAD_OF_A_WINNER = 2
+_LEAD_OF_A_WINNER = 1.8
 _PRINTED = re.compile(r"(?<![A-Za-z_.])[A-Za-z_.]*(?:Error|Exception|Warning|Unsupported)\b ?[:(]")
 _ERROR = re.compile(r"(?<![A-Za-z_.])[A-Za-z_.]*(?:Error|Exception)\b ?:")
 _CODE = re.compile(r"(?<![A-Za-z0-9_])AMP[0-9]{4}(?![A-Za-z0-9_])", re.IGNORECASE)
@@ -244,13 +241,7 @@ def _is_about_precision(
     words = len(words_to_search(question, reference.synonyms))
     best = failures[0]
     common = len(best["match_data"].metadata)
-    # lunr has divided the sum of the scores by the length of the vector of words.
-    score_of_a_word = best["score"] / math.sqrt(words)
-    if common < _WORDS_IN_COMMON:
-        return False
-    if score_of_a_word >= _SCORE_OF_A_WORD:
-        return True
-    if common < _SHARE_OF_A_WINNER * words:
+    if common < max(_WORDS_OF_A_WINNER, _SHARE_OF_A_WINNER * words):
         return False
     return len(failures) == 1 or best["score"] >= _LEAD_OF_A_WINNER * failures[1]["score"]
 

@@ -14,6 +14,7 @@ _PURPOSE = "finding a text by its words"
 # Found with practice questions: how much each field counts, and how much less a long text does.
 _BOOST = {"title": 3, "symptoms": 1, "messages": 0.15, "words": 3, "text": 0.8}
 _B, _K1 = 0.2, 0.6  # of BM25
+_DAMPING = 0.5  # 0: rare words count as BM25 says; 1: all words count the same
 _PREFIX = re.compile(r"^\s*(?:[\w.]*(?:Error|Exception|Warning)\b:?\s*)+")
 _WORD = re.compile(r"[a-z0-9]+")
 # Of "doesn't" and "model's", only "does" and "model" are words.
@@ -74,7 +75,23 @@ def build_index(
         builder.add(_document(failure.code, fields, synonyms))
     for page in pages:
         builder.add(_document(page.page, {"title": page.title, "words": page.words}, synonyms))
-    return builder.build()
+    index = builder.build()
+    _damp_rare_words(index, builder.document_count)
+    return index
+
+
+def _damp_rare_words(index: Any, documents: int) -> None:
+    """Let rare words count less than BM25 says: many in a description have no meaning for it."""
+    from lunr.idf import idf
+
+    factors = {}
+    for posting in index.inverted_index.values():
+        factors[posting["_index"]] = idf(posting, documents) ** -_DAMPING
+    for vector in index.field_vectors.values():
+        # Alternately the number of a word and its score.
+        for place in range(0, len(vector.elements), 2):
+            damped = vector.elements[place + 1] * factors[vector.elements[place]]
+            vector.elements[place + 1] = round(damped, 3)  # as lunr does
 
 
 def _document(key: str, fields: dict[str, str], synonyms: dict[str, str]) -> dict[str, str]:
