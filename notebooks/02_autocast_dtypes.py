@@ -318,7 +318,8 @@ print(error_of(output.float().sum().backward))
 #
 # If a function works in one dtype only, such as a kernel that you wrote for fp32, pass that dtype to
 # `custom_fwd` as `cast_inputs`. In a block, `custom_fwd` then casts the eligible arguments to that dtype
-# and switches autocast off inside `forward` and `backward`. We decorate the methods of `Product` in both
+# and switches autocast off inside `forward` and `backward`. Let `forward` then return that dtype too: the
+# gradient that `backward` gets has the dtype of this output. We decorate the methods of `Product` in both
 # ways. In your own code, write the decorators with `@` above the methods.
 
 

@@ -200,7 +200,7 @@ assert failure.code == "AMP0018"
 # | [Weights become infinite because the model was cast to fp16 for evaluation or saving](08d_loop_and_resume.ipynb) `AMP0148` | `` Skipping checkpoint save at epoch …: EMA contains NaN/Inf `` |
 # | [The scaler's growth tracker is set before its scale](08d_loop_and_resume.ipynb) `AMP0149` | `` _growth_tracker initialized before _scale `` |
 # | [Clipping an infinite norm turns gradients into NaN](08d_loop_and_resume.ipynb#Clipping-refuses-a-norm-that-is-not-finite) `AMP0212` | in bf16 one bad batch makes all weights NaN although gradients are clipped |
-# | [The Trainer's model is in bf16 or fp16 after evaluate()](../docs/trainers.md#why-is-the-model-in-bf16-after-evaluate-in-the-trainer) `AMP0265` | bf16_full_eval or fp16_full_eval changes the dtype of the model |
+# | [The full-eval option of the Trainer casts too much, or nothing](../docs/trainers.md#why-is-the-model-in-bf16-after-evaluate-in-the-trainer) `AMP0265` | bf16_full_eval or fp16_full_eval changes the dtype of the model |
 # | [A model that was saved in bf16 is loaded in fp32, or the other way round](../docs/trainers.md#why-is-my-checkpoint-in-fp32-after-training-in-bf16) `AMP0268` | publish a bf16 checkpoint after mixed precision training |
 # | [8-bit Adam and AdamW cannot load each other's state](../docs/quantized.md#can-i-resume-with-8-bit-adam-from-a-state-of-adamw-or-back) `AMP0281` | `` KeyError: 'state1' `` |
 # | [Loading an optimizer changes the dtype of its state](../docs/trainers.md#does-resuming-change-the-dtype-of-the-optimizer-state) `AMP0296` | optimizer.load_state_dict changes the dtype of exp_avg and exp_avg_sq |
@@ -227,7 +227,7 @@ assert failure.code == "AMP0018"
 # | [A 4-bit or 8-bit layer computes in another dtype than the model, such as fp32](../docs/quantized.md#which-bnb_4bit_compute_dtype-should-i-set) `AMP0156` | `` Expected Tensor argument scales to have dtype torch.bfloat16, but got torch.float32 instead `` |
 # | [Quantization-aware training fails under autocast](08e_dtypes.ipynb#A-half-precision-output-leaves-the-block) `AMP0157` | `` fused_moving_avg_obs_fake_quant…expected scalar type Float but found Half `` |
 # | [A gradient of another dtype is assigned to a weight](08e_dtypes.ipynb#Writing-into-a-buffer-fails) `AMP0159` | `` attempting to assign a gradient with dtype '…' to a tensor with grad_dtype '…' `` |
-# | [PEFT trains modules_to_save in fp16, but adapters in fp32](../docs/trainers.md#peft-attempting-to-unscale-fp16-gradients) `AMP0267` | which dtype do LoRA adapters have in PEFT |
+# | [PEFT casts adapters to fp32, but not modules_to_save](../docs/trainers.md#peft-attempting-to-unscale-fp16-gradients) `AMP0267` | adapters that were saved in bf16 come back in float32 |
 # | [Quantized or integer weights cannot be trained](../docs/quantized.md#can-i-fine-tune-a-4-bit-8-bit-or-fp8-checkpoint-directly) `AMP0283` | `` You cannot perform fine-tuning on purely quantized models. `` |
 # | [A GPTQ or AWQ model takes only fp16 activations](../docs/quantized.md#why-do-gptq-and-awq-models-ask-for-float16) `AMP0285` | `` torch.bfloat16 is not supported for quantization method `` |
 # | [A cast to 16 bits drops the imaginary part](../docs/other_models.md#does-autocast-work-with-complex-numbers-and-ffts) `AMP0279` | `` Casting complex values to real discards the imaginary part `` |

@@ -422,9 +422,9 @@ assert "expected scalar type Half but found Float" in message
 # and an fp32 tensor that `forward` saved.
 #
 # **The fix.** Decorate `forward` with `torch.amp.custom_fwd` and `backward` with `torch.amp.custom_bwd`. Then
-# `backward` runs under autocast if `forward` did. If your function calls a kernel that supports only fp32,
-# pass `cast_inputs=torch.float32` to `custom_fwd`. The function then runs in fp32 without autocast ([notebook
-# 02](02_autocast_dtypes.ipynb#Your-own-autograd-functions)).
+# `backward` runs under autocast if `forward` did. For a kernel that supports only fp32, pass
+# `cast_inputs=torch.float32` to `custom_fwd`, and let `forward` return fp32: both then run [without
+# autocast](02_autocast_dtypes.ipynb#Your-own-autograd-functions), where a 16-bit gradient raises this error.
 
 
 # %%

@@ -85,11 +85,14 @@ if torch.cuda.is_available():  # the real thing
 # reason that [PyTorch's documents](https://docs.pytorch.org/docs/stable/amp.html) give.
 #
 # **The fix.** Remove the sigmoid, and pass the logits to `nn.BCEWithLogitsLoss`, which autocast computes in
-# fp32. If you only have probabilities, compute the loss on `p.float()` inside
-# `with torch.autocast("cuda", enabled=False):`. <!-- tests/notebooks/test_08f_ops_and_devices.py -->
+# fp32. The model then returns logits: use `logits.float().sigmoid()` wherever you need probabilities, such as
+# for an accuracy or a threshold. If you must keep the probabilities, compute them in the same way, from
+# `logits.float()`, and compute the loss inside `with torch.autocast("cuda", enabled=False):`.
+# <!-- tests/notebooks/test_08f_ops_and_devices.py -->
 #
 # **Not this.** Do not pass probabilities to `nn.BCEWithLogitsLoss`, which applies a second sigmoid. The
-# message disappears, but even a perfect prediction has a loss of 0.31.
+# message disappears, but even a perfect prediction has a loss of 0.31. Do not call `.float()` on fp16
+# probabilities either: the gradient of a small one becomes inf.
 
 # %%
 with cuda_rules():
@@ -177,7 +180,10 @@ with cuda_rules():
 #
 # **Not this.** If a 16-bit matmul computes the matrix that you decompose, do not cast only this matrix.
 # Rounding has already changed its values, so a Gram or covariance matrix may no longer be positive definite.
-# Start the fp32 region before the matmul.
+# Start the fp32 region before the matmul. The same holds for a quantile, a median or a top-k that selects
+# elements: values that were rounded to 16 bits are often equal, so a threshold selects other elements, and
+# more or fewer of them. Compute these values in fp32, for example the entropies from `logits.float()`.
+# <!-- tests/notebooks/test_08f_ops_and_devices.py -->
 
 # %%
 for op in (torch.linalg.det, torch.linalg.inv):

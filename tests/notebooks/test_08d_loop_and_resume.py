@@ -299,10 +299,19 @@ def test_loading_casts_moments_to_the_dtype_of_the_weights(dtype):
     optimizer.load_state_dict(saved)
     assert optimizer.state[weight]["exp_avg"].dtype is dtype
     params = [p for group in optimizer.param_groups for p in group["params"]]
-    for i in saved["state"]:
-        optimizer.state[params[i]].update(saved["state"][i])
+    for i, state in saved["state"].items():
+        optimizer.state[params[i]].update(
+            {
+                key: value.to(params[i].device, copy=True)
+                for key, value in state.items()
+                if torch.is_tensor(value) and value.dim()
+            }
+        )
     assert torch.equal(optimizer.state[weight]["exp_avg"], saved["state"][0]["exp_avg"])
     assert optimizer.state[weight]["exp_avg"].dtype is other
+    # A later step must not change the checkpoint that was loaded.
+    optimizer.state[weight]["exp_avg"].zero_()
+    assert saved["state"][0]["exp_avg"].all()
 
 
 @pytest.mark.parametrize("repaired", [False, True])

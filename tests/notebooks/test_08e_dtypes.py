@@ -386,3 +386,31 @@ def test_autocast_casts_also_what_was_just_converted_to_fp32():
     assert not torch.equal(late, q @ k.mT)
     with torch.autocast("cpu", dtype=FP16):
         assert (large @ large.mT).float().isinf()
+
+
+@pytest.mark.parametrize("output", [torch.float32, torch.bfloat16])
+def test_cast_inputs_needs_an_output_in_that_dtype(output):
+    """AMP0020."""
+
+    class Product(torch.autograd.Function):
+        @staticmethod
+        @torch.amp.custom_fwd(device_type="cpu", cast_inputs=torch.float32)
+        def forward(ctx, x, weight):
+            ctx.save_for_backward(weight)
+            return (x @ weight).to(output)
+
+        @staticmethod
+        @torch.amp.custom_bwd(device_type="cpu")
+        def backward(ctx, gradient):
+            (weight,) = ctx.saved_tensors
+            return gradient @ weight.T, None
+
+    x = torch.ones(2, 2, requires_grad=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        result = Product.apply(x, torch.eye(2))
+    if output is torch.float32:
+        result.sum().backward()
+        assert torch.equal(x.grad, torch.ones(2, 2))
+    else:
+        with pytest.raises(RuntimeError, match="same dtype"):
+            result.sum().backward()

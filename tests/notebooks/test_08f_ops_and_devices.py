@@ -190,3 +190,29 @@ def test_a_bf16_matmul_of_ones_is_exact_with_and_without_onednn(enabled):
     finally:
         torch.backends.mkldnn.set_flags(before[0])
     assert (ones.float() @ ones.float().mT == 1024).all()
+
+
+@pytest.mark.parametrize("computed_in_fp32", [True, False])
+def test_a_cast_of_fp16_probabilities_does_not_save_their_gradient(computed_in_fp32):
+    """AMP0022."""
+    logits = torch.tensor([-15.0], dtype=FP16, requires_grad=True)
+    if computed_in_fp32:
+        probabilities = logits.float().sigmoid()
+    else:
+        probabilities = logits.sigmoid().float()
+    F.binary_cross_entropy(probabilities, torch.ones(1)).backward()
+    assert logits.grad.isfinite().all() == computed_in_fp32
+
+
+def test_a_quantile_of_rounded_values_selects_other_elements():
+    """AMP0023."""
+    torch.manual_seed(0)
+    logits = (torch.randn(48, 1000) * 0.3).to(BF16)
+
+    def selected(logits):
+        logs = logits.log_softmax(-1)
+        entropies = -(logs.exp() * logs).sum(-1)
+        return entropies.float() >= entropies.float().quantile(0.8)
+
+    assert selected(logits.float()).sum() == 10  # the highest fifth
+    assert not torch.equal(selected(logits), selected(logits.float()))
