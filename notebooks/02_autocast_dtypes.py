@@ -58,7 +58,7 @@ assert defaults == [torch.bfloat16] + [torch.float16] * 3
 # %% [markdown]
 # We did not call `.to()`, but the matmul ran in low precision. Autocast casts the inputs of matmuls,
 # because matmuls can be [much faster](https://docs.pytorch.org/docs/stable/amp.html) in 16 bits. Autocast
-# leaves an addition alone. `torch.outer` computes the same numbers as the first matmul, but its result
+# leaves an addition alone. `torch.outer` computes the same numbers as the matmul, but its result
 # stayed fp32: autocast decides for each *op* that is called.
 #
 # Autocast gives *copies* to the op, so `x` is still fp32. **The parameters of a model stay fp32 in the
@@ -386,7 +386,8 @@ assert {"exp", "log", "pow", "sum", "softmax", "layer_norm", "cumsum"} <= cuda -
 # You can see CUDA's dtypes without CUDA, because autocast casts *before* PyTorch chooses a kernel. A
 # **fake tensor** has a device, a shape and a dtype, but no data, so its device need not exist. `policy_of`
 # makes all tensors in its block fake and enables autocast for the device that you name. We give each op an
-# input in low precision, because the backends differ for such inputs. Before you look: which ops will
+# input in low precision, because an fp32 input would hide the difference: an op with the policy fp32 and an
+# op that is not on the list would both return fp32. Before you look: which ops will
 # return fp32 on CUDA, but not on the CPU?
 
 # %%

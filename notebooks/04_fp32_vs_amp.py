@@ -367,10 +367,9 @@ for task, (fp32_s, amp_s, fp32_mb, amp_mb) in article.items():
 # run of each cannot tell whether this is an effect or chance.
 #
 # **The article stopped the clock too early.** A call that starts work on a GPU returns before the work is
-# done. If you read the clock without synchronising first, you time how fast the CPU queues work. We have
-# not yet run this notebook on a GPU [*(not yet seen on a
-# GPU)*](../data/results/README.md "clock-too-early"). `compare` always waits, so we write a clock that
-# waits only if we ask it to. `Rounds` is the part of `compare` that detects other programs.
+# done. If you read the clock without synchronising first, you time how fast the CPU queues work. `compare`
+# always waits, so we write a clock that waits only if we ask it to. `Rounds` is the part of `compare` that
+# detects other programs.
 
 
 # %%
@@ -403,9 +402,10 @@ assert not hidden.is_below(0.9)
 assert device.type != "cpu" or not hidden.is_above(1.1)
 
 # %% [markdown]
-# On a CPU the two clocks agree. (The ratio is the median over rounds in which both took turns, so it
-# differs a little from the ratio of the two times.) If the second line is well above 1x on your device,
-# the clock that does not wait reports a speed-up where there is none: both clocks time the same step. (We
+# On a CPU the two clocks agree. The ratio is the median over the rounds, not the ratio of the two
+# times, so only its interval says which clock is faster. If the interval of the second line lies above 1x
+# on your device, the clock that does not wait reports a speed-up where there is none, because both clocks
+# time the same step [*(not yet seen on a GPU)*](../data/results/README.md "clock-too-early"). (We
 # time FP32, because with fp16 the scaler [usually
 # waits](03_grad_scaler_step_by_step.ipynb#An-overflow:-the-step-is-skipped,-the-scale-halves) for the
 # device in every step anyway.)
