@@ -1077,3 +1077,56 @@ def test_the_page_shows_what_is_said_today():
     page = (Path(__file__).parents[2] / "docs" / "when_it_breaks.md").read_text()
     said = REMEDIES["nonfinite.fp16_overflow.autocast"].sentence(what="The result")
     assert f"{said} {REMEDIES['nonfinite.attention_scores'].text}" in " ".join(page.split())
+
+
+@does("nonfinite.fp16_overflow.sum")
+def test_a_sum_in_the_loss_that_overflows_needs_fp32():
+    """bf16 has the range, but a loss such as 1 - x / y loses its digits."""
+
+    def dice_loss(y: torch.Tensor) -> torch.Tensor:
+        return 1 - 2 * y.sum() / (y + 1).sum()
+
+    x = torch.linspace(0.96, 0.999, 2**18)[None]
+    model = Apply(lambda y: y, torch.float16)
+    advice = only(find(model, x.half(), loss_fn=dice_loss), "fp16_overflow.sum")
+    assert "call .float() on the output of the model" in advice
+    assert healed(model, x.half(), loss_fn=lambda y: dice_loss(y.float()))
+    exact = dice_loss(x.double())
+    assert abs(dice_loss(x.half().float()) / exact - 1) < 0.01
+    assert abs(dice_loss(x.bfloat16()) / exact - 1) > 0.1
+
+
+@does("nonfinite.weights_grew")
+@pytest.mark.parametrize("divided", [True, False])
+def test_weights_after_a_step_with_gradients_that_were_not_divided(divided):
+    """In a loop with its own loss scale, as in fp16_util."""
+    scale = 2.0**16
+    layer = nn.Linear(4, 4)
+    x = torch.ones(2, 4)
+    (layer(x).square().mean() * scale).backward()
+    for parameter in layer.parameters():
+        if divided:
+            parameter.grad.div_(scale)
+        parameter.data.sub_(0.5 * parameter.grad)
+    layer.zero_grad()
+    half = layer.half()
+    report = find(half, x.half() * 100, loss_fn=lambda y: y.float().mean())
+    if divided:
+        assert report is None
+    else:
+        assert codes(report) == ["weights_grew", "fp16_overflow.cast"]
+        assert "every gradient is divided by the loss scale" in report.advice
+
+
+def test_an_eps_that_is_lost_before_a_division_and_a_logarithm():
+    """The log of a width or height divided by that of the anchor, as in a box coder."""
+
+    def encode(size: torch.Tensor) -> torch.Tensor:
+        return torch.log((size + 1e-8) / (torch.full_like(size, 32.0) + 1e-8))
+
+    sizes = torch.tensor([16.0, 0.0])
+    model = nn.Linear(1, 1)
+    report = find(model, torch.ones(1, 1), loss_fn=lambda y: (y - encode(sizes.half())).mean())
+    advice = only(report, "eps")
+    assert "such as targets, fp32 is enough" in advice
+    assert encode(sizes.half().float()).isfinite().all()

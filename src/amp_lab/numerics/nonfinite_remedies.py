@@ -169,7 +169,8 @@ _EPS = nonfinite_remedy(
     "x.float(), with an eps of 1e-3 or more. A smaller eps can fail in training: where x is 0, "
     "the gradient can be 1 / eps, and the loss scale multiplies it before the cast back to fp16. "
     "Do not only raise the eps in fp16: with 1e-4, the derivative of 1 / x is 1e8, which is inf "
-    "in fp16. For inference, fp32 is enough, and you can keep the eps. If the next layer has fp16 "
+    "in fp16. For inference, and for values without a gradient such as targets, fp32 is enough, "
+    "and you can keep the eps. If the next layer has fp16 "
     "weights, cast the result back with .to(x.dtype).",
     failure="AMP0005",
 )
@@ -184,6 +185,25 @@ _OVERFLOW_AUTOCAST = nonfinite_remedy(
     f"{_OVERFLOW}. Or compute this part in fp32, up to the op after which the values are small "
     "again: use torch.autocast(device_type, enabled=False) and x.float().",
     failure="AMP0001",
+)
+_OVERFLOW_SUM = nonfinite_remedy(
+    "fp16_overflow.sum",
+    "a sum, mean or norm of many fp16 values exceeded 65504",
+    "{what} exceeds 65504, the largest number in fp16, because this op adds many values. Compute "
+    "the formula in fp32, from x.float() to its end: for a loss, call .float() on the output of "
+    "the model. bf16 has the range too, but only 8 bits, so a loss such as 1 - x / y can be wrong "
+    "by many percent",
+    failure="AMP0006",
+)
+_WEIGHTS_GREW = nonfinite_remedy(
+    "weights_grew",
+    "a weight of more than 500 took part in an overflow",
+    "A weight reaches {weight:.3g}, which is unusually large. If an optimizer step made it so "
+    "large, bf16 or fp32 does not help: the step was too big. If the loss is scaled without a "
+    "GradScaler, check that every gradient is divided by the loss scale before optimizer.step(), "
+    "in all parameter groups. Adam hides a forgotten division, SGD does not. Otherwise, lower the "
+    "learning rate, and load weights from before this step.",
+    failure="AMP0131",
 )
 _IN_BF16 = f"{_OVERFLOW} (model.bfloat16() and bf16 inputs)"
 _PART = (
@@ -229,6 +249,15 @@ _RANGE = nonfinite_remedy(
     "The result exceeds the range of {dtype}. Find out why the inputs are so large, or whether "
     "the op is infinite at one of them.",
 )
+
+_ADDING = ("sum", "mean", "norm", "linalg_vector_norm", "cumsum")
+"""Beginnings of the names of ops that add the values of a tensor."""
+
+_LARGE_WEIGHT = 500
+"""Weights of a layer that learns are smaller."""
+
+_LAYERS = ("Linear", "Conv")
+"""Beginnings of the names of layers whose op gets the weight as ``weight`` or ``mat2``."""
 
 _NEAR_ZERO = 1e-2
 """A divisor of a larger magnitude makes no result infinite by itself. The remedies add as much."""
@@ -348,6 +377,8 @@ def _remedies_for_result(report: NonfiniteReport) -> list[Remedy]:
     op_remedy = _remedy_for_forward_op(report)
     if _overflows_fp16(report) and not _is_at_a_pole(report):
         remedies = [_remedy_for_fp16_overflow(report)]
+        if large_weight(report) is not None:
+            remedies.insert(0, _WEIGHTS_GREW)
         # The remedies for these ops are more specific than a wider format, so they come first.
         if op_remedy is not None and _op_starts_with(report, "exp", "pow", "to_copy"):
             remedies.insert(0, op_remedy)
@@ -372,6 +403,9 @@ def _remedy_for_forward_op(report: NonfiniteReport) -> Remedy | None:
 
 def _remedy_for_fp16_overflow(report: NonfiniteReport) -> Remedy:
     """What to do about a value over 65504 in fp16."""
+    is_forward = report.phase == "forward"
+    if is_forward and report.module is None and _op_starts_with(report, *_ADDING):
+        return _OVERFLOW_SUM
     if report.weights is not torch.float16:
         # Autocast to bf16 makes no fp16 values, so the user's code casts to fp16 itself.
         if report.autocast is torch.bfloat16 and report.phase == "forward":
@@ -382,6 +416,17 @@ def _remedy_for_fp16_overflow(report: NonfiniteReport) -> Remedy:
     if runs_in_fp32(report.op or "", report.value.device_type):
         return _OVERFLOW_FP32_OP
     return _OVERFLOW_FP16_OP
+
+
+def large_weight(report: NonfiniteReport) -> float | None:
+    """The largest magnitude in the weight of a layer, if it is unusually large; else None."""
+    if report.phase != "forward" or not (report.module_type or "").startswith(_LAYERS):
+        return None
+    weight = input_of(report, "weight") or input_of(report, "mat2")
+    if weight is None:
+        return None
+    largest = max(abs(weight.low), abs(weight.high))
+    return largest if largest > _LARGE_WEIGHT else None
 
 
 def _op_starts_with(report: NonfiniteReport, *starts: str) -> bool:

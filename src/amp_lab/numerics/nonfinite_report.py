@@ -10,7 +10,7 @@ import torch
 from amp_lab.core.remedies import Remedy
 from amp_lab.core.report import dtype_name
 from amp_lab.numerics.autocast_effect import what_autocast_does
-from amp_lab.numerics.nonfinite_remedies import remedies_for
+from amp_lab.numerics.nonfinite_remedies import large_weight, remedies_for
 from amp_lab.numerics.tensor_summary import TensorSummary
 
 
@@ -61,6 +61,7 @@ class NonfiniteReport:
             "autocast": self._autocast_effect,
             "eps": self.eps,
             "constant": self.constant,
+            "weight": large_weight(self),
         }
         return " ".join(remedy.sentence(**facts) for remedy in self.remedies)
 

@@ -17,8 +17,8 @@ FILLING = (
 )  # fmt: skip
 # Ops that people use with an eps, to keep a divisor or the argument of a logarithm away from 0.
 _GUARDING = ("add", "clamp", "clamp_min")
-# Ops whose result is 0 where their input is 0.
-_KEEPING_ZERO = ("sqrt", "pow", "mul", "to_copy", "clone")
+# Ops whose result is 0 where their input is 0; a quotient, where its dividend is 0.
+_KEEPING_ZERO = ("sqrt", "pow", "mul", "div", "to_copy", "clone")
 _LOGARITHMS = ("log", "log2", "log10")
 _DIVISORS = {"div": 1, "reciprocal": 0, "rsqrt": 0, "addcdiv": 2}  # an op: its divisor's index
 
