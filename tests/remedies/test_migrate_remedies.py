@@ -6,9 +6,12 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.nn.functional as F
 from remedy_tests import does, says
 from scaler_programs import HEAD, found, run
 from torch import nn
+
+from course.failures import cuda_rules
 
 
 def moved(names: dict[str, Any]) -> float:
@@ -526,3 +529,32 @@ def test_both_passes_of_sam_are_unscaled_and_left_out_where_they_overflow(overfl
     assert moved(in_bf16) == pytest.approx(
         moved(run(right, Sam=Sam, batches=batches[:1])), rel=2e-2
     )
+
+
+REFUSED_LOSS = """
+import torch
+import torch.nn.functional as F
+
+x = torch.ones(2, 3, device="cuda")
+with torch.autocast("cuda", dtype=torch.float16):
+    logits = x @ x.T
+    loss = F.binary_cross_entropy(logits.sigmoid(), torch.ones_like(logits))
+"""
+
+
+@does("migrate.refused_loss")
+def test_a_loss_of_probabilities_in_autocast_for_cuda():
+    """On fake tensors, under the rules of CUDA."""
+    said = found(REFUSED_LOSS)
+    assert says("migrate.refused_loss", said)
+    assert "F.binary_cross_entropy_with_logits" in said
+    right = REFUSED_LOSS.replace("entropy(logits.sigmoid()", "entropy_with_logits(logits")
+    assert "logits.float().sigmoid()" in said
+    right += "probabilities = logits.float().sigmoid()\n"
+    assert found(right) == ""
+    with cuda_rules():
+        logits = torch.ones(2, 2, device="cuda").half()
+        target = torch.ones(2, 2, device="cuda")
+        with pytest.raises(RuntimeError, match="unsafe to autocast"):
+            F.binary_cross_entropy(logits.sigmoid(), target)
+        assert F.binary_cross_entropy_with_logits(logits, target).dtype is torch.float32

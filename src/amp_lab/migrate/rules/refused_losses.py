@@ -1,0 +1,69 @@
+"""Mistake: a loss of probabilities inside autocast for CUDA, which refuses this loss."""
+
+import libcst as cst
+
+from amp_lab.core.remedies import remedy
+from amp_lab.migrate.tree import nodes
+from amp_lab.migrate.tree.amp_names import OLD_NAMES
+from amp_lab.migrate.tree.code_reader import CodeReader, Mistakes
+from amp_lab.migrate.tree.rewriter import Rewriter
+from amp_lab.migrate.tree.scopes import Scope
+
+PART = "mistakes"
+TRIGGERS = ("autocast binary_cross_entropy", "autocast BCELoss")
+_FUNCTION = "torch.nn.functional.binary_cross_entropy"
+_CLASSES = {"torch.nn.BCELoss", "torch.nn.modules.loss.BCELoss"}
+
+_REFUSED_LOSS = remedy(
+    "migrate.refused_loss",
+    "binary_cross_entropy or BCELoss runs inside autocast for CUDA",
+    "autocast refuses this loss on a GPU: return logits from the model, without its last sigmoid, "
+    "and call F.binary_cross_entropy_with_logits or nn.BCEWithLogitsLoss. Use "
+    "logits.float().sigmoid() where you need probabilities",
+    failure="AMP0022",
+)
+
+
+def run(file: Rewriter) -> None:
+    """Report each loss of probabilities that surely runs inside autocast for CUDA."""
+    file.report("mistake", refused_losses(file.code))
+
+
+def refused_losses(code: CodeReader) -> Mistakes:
+    """Yield each call of such a loss in an autocast block that is surely enabled, and for CUDA."""
+    for event in code.events:
+        if event.place.autocast is None or not _is_bce(code, event.node, event.unit.scope):
+            continue
+        if _is_for_cuda(code, code.autocast_of(event.place.autocast)):
+            yield event.node, _REFUSED_LOSS.text
+
+
+def _is_bce(code: CodeReader, call: cst.Call, scope: Scope) -> bool:
+    """Whether a call is ``F.binary_cross_entropy(…)``, or of an ``nn.BCELoss()``."""
+    if code.origin(call.func, scope) == _FUNCTION:
+        return True
+    parts = nodes.name_parts(call.func)
+    if parts is None:
+        return code.called_origin(call.func) in _CLASSES  # nn.BCELoss()(p, target)
+    if len(parts) == 1:
+        return code.called_origin(scope.value_of(call.func)) in _CLASSES
+    # self.criterion: every value that the file gives this name
+    values = code.tree.assigned_values.get(parts, ())
+    origins = {code.called_origin(value) for value in values}
+    return bool(origins) and origins <= _CLASSES
+
+
+def _is_for_cuda(code: CodeReader, cast: cst.Call) -> bool:
+    """Whether a call of autocast is surely enabled, and surely for CUDA."""
+    scope = code.tree.calls[cast]
+    arguments = code.arguments(cast)
+    if any(argument.star for argument in cast.args):
+        return False
+    if "enabled" in arguments:
+        enabled = scope.value_of(arguments["enabled"])
+        if nodes.name_parts(enabled) != ("True",):
+            return False
+    if "device_type" in arguments:
+        return nodes.string_value(scope.value_of(arguments["device_type"])) == "cuda"
+    old = OLD_NAMES.get(code.called_origin(cast) or "")
+    return old is not None and old.device == "cuda"
