@@ -80,6 +80,13 @@ def test_one_model_in_two_ways(capsys, options):
     assert "The runs do not diverge" in printed(capsys, "my_pair.py:net", *options)
 
 
+def test_two_batch_sizes_are_compared_in_one_precision(capsys):
+    options = ("--batch-sizes", "2,8", "--precision", "bf16", "--input", "4,6", "--format", "json")
+    assert main(["diff", "my_pair.py:net", *options]) == 0
+    read = json.loads(capsys.readouterr().out)
+    assert (read["format_a"], read["format_b"]) == ("bf16 on cpu", "bf16 on cpu")
+
+
 def test_the_loss_runs_under_autocast_as_in_an_xray(capsys):
     """Autocast runs some losses in fp32 that have no kernel in bf16, as ctc_loss on a CPU."""
     options = ("--precision", "bf16", "--loss", "my_pair.py:ctc_loss")

@@ -36,8 +36,9 @@ def add(commands) -> None:
         "diff",
         help="find the first op where two runs of a model diverge by more than rounding",
         description="Run two models, or one model in two ways, on the same inputs. Find the first "
-        "op where the runs diverge by more than rounding explains. Each op is repeated in fp64. "
-        "Only the forward pass runs, so gradients are not compared.",
+        "op where the runs diverge by more than rounding explains. "
+        "Only the forward pass runs, so gradients are not compared. Each op is repeated in fp64, "
+        "with its weights, so a loop over tokens takes long: try it with few tokens.",
     )
     add_model(diff)
     option = diff.add_argument
@@ -47,7 +48,7 @@ def add(commands) -> None:
         metavar="B",
         help=f"a second model, as {FORM}; without B, give {_VARIANTS}",
     )
-    of_which_run = "of the second run, or of both runs with B or --compile"
+    of_which_run = "of the second run, or of both runs with B, --batch-sizes or --compile"
     option(
         "--precision", choices=("fp32", "tf32", "fp16", "bf16"), help=f"precision {of_which_run}"
     )
@@ -125,9 +126,9 @@ def _compare(
 ) -> Any:
     """Compare run A, of the model of `call`, with run B, of the model `other`.
 
-    The options give the settings of run B. If they name a second model, which is then `other`, they
-    are the settings of run A too. Otherwise `other` is a copy of the first model, and run A is on
-    the CPU in the precision of `_baseline_precision`.
+    The options give the settings of run B. If they name a second model, which is then `other`, or
+    two batch sizes, they are the settings of run A too. Otherwise `other` is a copy of the first
+    model, and run A is on the CPU in the precision of `_baseline_precision`.
 
     `sizes` are the batch sizes of the two runs, or None. Returns the `RunComparison`.
     """
@@ -135,7 +136,7 @@ def _compare(
 
     size_a, size_b = sizes or (None, None)
     setting_b = _Setting(_device(options), options.precision, size_b)
-    if options.other:
+    if options.other or sizes:
         setting_a = dataclasses.replace(setting_b, size=size_a)
     else:
         precision_a = _baseline_precision(options.precision, call.model)
