@@ -74,7 +74,7 @@ assert defaults == [torch.bfloat16] + [torch.float16] * 3
 # |---|---|---|
 # | lower precision | casts the inputs to `low` | `linear`, `conv2d`, `matmul` |
 # | fp32 | casts the inputs to fp32, or sets `dtype=torch.float32` | most losses; on a GPU also `exp`, `softmax` and `layer_norm` |
-# | promote | casts the inputs to fp32 if one of them is fp32, otherwise to `low` | a few ops that combine tensors, such as `index_copy` and `cat` on a CPU |
+# | promote | casts the inputs to fp32 if one of them is fp32, otherwise to `low`; may [refuse the other 16-bit dtype](08e_dtypes.ipynb#fp16-and-bf16-are-mixed-in-one-model) | a few ops that combine tensors, such as `index_copy` and `cat` on a CPU |
 # | (not on the list) | nothing: the op runs in the dtype of its inputs | `relu`, `add`, `mean` |
 #
 # You can predict the dtype of an op with three questions, in this order:

@@ -413,7 +413,8 @@ assert math.isclose(ratio, 2, rel_tol=1e-3)
 #
 # `load_state_dict` copies values *into* the parameters, which stay fp32. So a file of fp16 weights needs
 # no change. But `assign=True` with fp16 weights, or `.half()` on the model, makes the parameters fp16,
-# and the scaler refuses to unscale their gradients. With bf16 parameters you get no error, but small
+# and the scaler refuses to unscale their gradients. With bf16 parameters, an enabled scaler raises [an
+# error on CUDA](https://github.com/pytorch/pytorch/issues/127176). Otherwise you get no error, but small
 # updates are rounded away. If the parameters are fp16 or bf16, call `model.float()` before you create the
 # optimizer. <!-- tests/notebooks/test_07_training_recipes.py -->
 
@@ -465,7 +466,7 @@ assert message == "ValueError: Attempting to unscale FP16 gradients."
 # | [Schedule](#Schedule-the-learning-rate) | `scheduler.step()` only if the scale did not fall | skipped steps use up the schedule |
 # | [Checkpoint](#Checkpoint-activations) | nothing, but use `use_reentrant=False` | parameters get no gradient |
 # | [Several](#Use-several-losses-and-optimizers) | one scaler, one `update` at the end | a step is twice as long as it should be |
-# | [Load](#Load-half-precision-weights) | `model.float()` if parameters are fp16 or bf16 | an error (fp16), or small updates vanish (bf16) |
+# | [Load](#Load-half-precision-weights) | `model.float()` if parameters are fp16 or bf16 | an error (fp16, and bf16 on CUDA), or small updates vanish (bf16) |
 #
 # If your training still breaks, continue with [notebook 08](08_when_amp_breaks.ipynb), which starts from
 # the error message.

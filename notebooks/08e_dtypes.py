@@ -532,7 +532,7 @@ assert "Unexpected floating ScalarType in at::autocast::prioritize" in messages[
 #
 # The message with `prioritize` comes from an op that autocast runs in the widest dtype of its inputs
 # ([notebook 02](02_autocast_dtypes.ipynb)), such as `cat` on a CPU or `addcmul` on CUDA. Under autocast, such
-# an op accepts only fp32 and the dtype of the block. <!-- tests/notebooks/test_08e_dtypes.py -->
+# an op refuses the other 16-bit dtype, unless an fp32 tensor precedes it. <!-- tests/notebooks/test_08e_dtypes.py -->
 #
 # **The fix.** Use either fp16 or bf16 everywhere: for half-precision weights, for the inputs and for the
 # autocast block. If you nest an fp16 and a bf16 block on purpose, open the inner block with

@@ -522,9 +522,9 @@ assert peak_of(4096) > memory
 assert torch.cuda.OutOfMemoryError is torch.OutOfMemoryError
 
 # %% [markdown]
-# **Why.** Weights, gradients, optimizer state and activations have to fit into GPU memory at the same
-# time, together with other processes (see `nvidia-smi`). A resumed run fails if `torch.load` puts the
-# checkpoint onto the GPU too. Evaluation fails if your code builds a graph or collects outputs.
+# **Why.** The peak of a step does not fit into GPU memory. Weights and Adam's state stay there all the time,
+# activations until `backward`, gradients from then on, and other processes need memory too (see
+# `nvidia-smi`). A resumed run fails if `torch.load` puts the checkpoint onto the GPU too. Evaluation fails if your code builds a graph or collects outputs.
 #
 # Where the error appears shows what is too large:
 # - **In the forward or backward pass**: the activations, so the batch, image or sequence is too large.

@@ -1,6 +1,7 @@
 """docs/memory_in_practice.md: its code runs, and PyTorch does what the page says."""
 
 import functools
+import gc
 import os
 import re
 import subprocess
@@ -207,3 +208,17 @@ def test_a_caught_exception_keeps_the_tensors_of_the_failed_step():
     }
     exec(code_of("the retry fails"), names)
     assert names["step_or_smaller"](batch) == [1, 1]  # only its own activation is alive
+
+
+def test_a_notebook_keeps_the_tensors_of_the_last_error_only():
+    shells = pytest.importorskip("IPython.core.interactiveshell", reason="IPython is not installed")
+    alive = weakref.WeakSet()
+    shell = shells.InteractiveShell()
+    shell.user_ns.update(torch=torch, alive=alive)
+    shell.run_cell(
+        "def step():\n    x = torch.ones(2)\n    alive.add(x)\n    raise RuntimeError('memory')"
+    )
+    for cell, count in (("step()", 1), ("2 + 2", 1), ("1/0", 0)):
+        shell.run_cell(cell)
+        gc.collect()
+        assert len(alive) == count

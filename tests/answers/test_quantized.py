@@ -237,6 +237,30 @@ def test_adapters_are_in_fp32_unless_asked_otherwise(dtype, in_fp32):
     assert dtypes == {torch.float32 if in_fp32 else dtype}
 
 
+class Params4bit(nn.Parameter):
+    """PEFT knows the 4-bit weights of bitsandbytes by the name of their class."""
+
+
+@pytest.mark.filterwarnings("ignore")  # of the packages that PEFT imports
+@pytest.mark.parametrize("method", ["bitsandbytes", "gptq", "aqlm", "eetq", "hqq", "torchao"])
+def test_preparing_for_kbit_training_casts_what_is_not_quantized(method):
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    model = nn.ModuleDict(
+        {
+            "embeddings": nn.Embedding(4, 4),
+            "norm": nn.LayerNorm(4),
+            "quantized": nn.Linear(4, 4, bias=False),
+            "head": nn.Linear(4, 4),
+        }
+    ).bfloat16()
+    model.quantized.weight = Params4bit(model.quantized.weight.data, requires_grad=False)
+    model.quantization_method = method
+    model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+    assert model.quantized.weight.dtype is torch.bfloat16
+    others = {p.dtype for name, p in model.named_parameters() if name != "quantized.weight"}
+    assert others == {torch.float32 if method == "bitsandbytes" else torch.bfloat16}
+
+
 def test_adapters_of_a_torchao_base_are_in_fp32_and_train():
     peft = pytest.importorskip("peft", reason="peft is not installed")
     quantization = pytest.importorskip("torchao.quantization", reason="torchao is not installed")

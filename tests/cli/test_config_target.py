@@ -1,6 +1,7 @@
 """A config of transformers as the model: `amp-lab memory config.json`."""
 
 import json
+import sys
 
 import pytest
 from cases import some_of
@@ -119,3 +120,10 @@ def test_the_kv_cache_of_a_context_fits_the_terminal(capsys, monkeypatch):
     # 2 layers, one head of keys and one of values, each of 16
     assert rows["cache, KiB per token"][::2] == ["0.25", "0.125", "0.125"], lines
     assert rows["cache, 2 x 8,192 tokens"][::2] == ["4", "2", "2"]
+
+
+def test_without_transformers_the_error_names_it(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert main(["memory", "llama/config.json", *IDS]) == 2
+    error = capsys.readouterr().err
+    assert "'llama/config.json' needs transformers: pip install transformers" in error

@@ -339,6 +339,16 @@ def test_weights_of_bf16_stand_still_in_small_steps():
     assert in_bf16 < 0.1
 
 
+def test_a_scaler_on_a_cpu_takes_bf16_parameters():
+    weight = torch.nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
+    scaler = torch.amp.GradScaler("cpu")
+    optimizer = torch.optim.SGD([weight], lr=0.001)
+    scaler.scale(weight.sum()).backward()
+    scaler.step(optimizer)
+    assert weight.grad == 1
+    assert weight == 1  # the update is rounded away
+
+
 def test_frozen_layers_may_be_fp16():
     cells = notebook()
 

@@ -2,11 +2,17 @@
 
 import copy
 import io
+import re
+import tomllib
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
+
+FOLDER = Path(__file__).parents[2] / "notebooks/course/other_failures"
+ROWS = FOLDER / "08d_loop_and_resume.toml"
 
 
 def loaded(content, **options):
@@ -242,6 +248,20 @@ def test_saving_inside_an_autocast_block_saves_fp32():
         model(torch.ones(1, 2))
         dtypes = {value.dtype for value in loaded(model.state_dict()).values()}
     assert dtypes == {torch.float32}
+
+
+def test_a_cast_copy_of_the_weights_takes_half_the_space_and_leaves_the_model():
+    """AMP0146: by the code of the entry."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    rows = tomllib.loads(ROWS.read_text(encoding="utf-8"))["failure"]
+    (cure,) = [row["cure"] for row in rows if row["code"] == "AMP0146"]
+    code = re.search(r"`(\{name: .*\})`", cure).group(1)
+    cast = loaded(eval(code, {"model": model}))
+    integers = {"1.num_batches_tracked"}
+    assert {name for name, value in cast.items() if value.dtype is torch.int64} == integers
+    floats = {value.dtype for name, value in cast.items() if name not in integers}
+    assert floats == {torch.bfloat16}
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 
 def test_half_casts_the_model_itself_and_float_restores_nothing():

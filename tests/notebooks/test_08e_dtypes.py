@@ -110,7 +110,20 @@ def test_an_op_with_a_rule_of_its_own_gets_the_dtype_of_the_rule():
     assert dtypes == [BF16, FP32]
 
 
-def test_addcmul_on_cuda_knows_only_fp32_and_the_dtype_of_the_block():
+@pytest.mark.parametrize(("block", "other"), [(BF16, FP16), (FP16, BF16)])
+def test_an_op_of_the_widest_dtype_refuses_the_other_16_bits_unless_fp32_comes_first(block, other):
+    wide, low, double = torch.ones(2), torch.ones(2, dtype=other), torch.ones(2).double()
+    with torch.autocast("cpu", dtype=block):
+        assert torch.cat([wide, low]).dtype is FP32
+        assert torch.cat([wide, wide.to(block)]).dtype is FP32
+        assert torch.cat([double, double]).dtype is torch.float64
+        assert torch.cat([wide.long(), wide.long()]).dtype is torch.int64
+        for tensors in ([low, low], [low, wide], [wide.to(block), low]):
+            with pytest.raises(RuntimeError, match="Unexpected floating ScalarType"):
+                torch.cat(tensors)
+
+
+def test_addcmul_on_cuda_refuses_the_other_16_bits():
     with cuda_rules(FP16):
         tensor = torch.rand(2, device="cuda").bfloat16()
         with pytest.raises(RuntimeError, match="Unexpected floating ScalarType in at::autocast"):
@@ -204,7 +217,7 @@ class Norm(nn.Module):
 
 
 def test_a_norm_in_fp32_before_a_layer_in_bf16_needs_autocast():
-    """As after `prepare_model_for_kbit_training`."""
+    """As after `peft_module_casting_to_bf16` of TRL."""
     model, x = nn.Sequential(Norm(), nn.Linear(4, 4).bfloat16()), torch.ones(1, 4).bfloat16()
     with pytest.raises(RuntimeError, match=r"mat1 and mat2 .* but got Float and BFloat16"):
         model(x)

@@ -14,6 +14,7 @@ from torch import nn
 
 from amp_lab.core.errors import ParallelError
 from amp_lab.core.precision import Precision
+from amp_lab.train.distributed import process_group
 from amp_lab.train.distributed.process_group import join
 
 CPU = torch.device("cpu")
@@ -41,6 +42,17 @@ def no_torchrun(monkeypatch):
 def test_what_cannot_be_is_refused(no_torchrun, kind, options, said):
     with pytest.raises(ParallelError, match=said), join(kind, CPU, **options):
         pass
+
+
+def test_a_device_for_several_processes_has_no_index(monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with pytest.raises(ParallelError, match=r"cuda:0: each process .* give only cuda$"):
+        process_group._select_device(torch.device("cuda:0"))
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    cuda = torch.get_device_module("cuda")
+    monkeypatch.setattr(cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: None)
+    assert process_group._select_device(torch.device("cuda")) == torch.device("cuda:1")
 
 
 def test_one_of_several_without_a_way_to_train_together_is_refused(monkeypatch):
