@@ -133,7 +133,7 @@ assert failure.code == "AMP0018"
 # | [One loss of a GAN lowers the loss scale of the other](07_training_recipes.ipynb#Use-several-losses-and-optimizers) `AMP0129` | GAN training in fp16: the scale falls because of the discriminator, and the generator learns nothing |
 # | [An exponential moving average (EMA) of weights does not change in bf16](08b_learning.ipynb#Half-precision-weights-stop-moving) `AMP0122` | the EMA model stays at its initial weights in half precision |
 # | [8-bit Adam gives NaN or trains worse](16_low_precision_state.ipynb#State-in-fewer-bits) `AMP0128` | 8-bit Adam gives NaN after a few steps, 32-bit Adam does not |
-# | [A diffusion model gets rounded timesteps or a rounded noise schedule](08b_learning.ipynb#Positions-or-counts-are-wrong-beyond-256) `AMP0124` | timestep 999 becomes 1000 in half precision |
+# | [A diffusion model gets rounded timesteps or a rounded noise schedule](08b_learning.ipynb#Positions-or-counts-are-wrong-beyond-256) `AMP0124` | `` alphas_cumprod…index out of range `` |
 # | [NMS keeps duplicate boxes, or a mask has a row too many, in half precision](08b_learning.ipynb#Positions-or-counts-are-wrong-beyond-256) `AMP0125` | the same box is detected twice: NMS leaves duplicates in fp16 |
 # | [A router (MoE) chooses different experts in bf16](18_inference_and_export.ipynb#Which-decisions-change?) `AMP0126` | MoE tokens go to other experts in bf16 than in fp32 |
 # | [Log-probabilities of the trainer and of vLLM differ](17_language_model.ipynb#The-same-prompt,-another-text) `AMP0127` | vLLM logprobs and the trainer's logprobs do not match in bf16 |
@@ -312,6 +312,7 @@ assert failure.code == "AMP0018"
 # | [Fabric's precision has no effect, because the model from `setup` is not used](19_choose_your_precision.ipynb#What-other-frameworks-call-it) `AMP0292` | Fabric precision has no effect, model still runs in float32 |
 # | [Autocast without its cache keeps one cast of a weight for each use](../docs/memory_in_practice.md#why-does-inference-under-autocast-take-more-memory-than-fp32) `AMP0293` | out of memory after the upgrade to Lightning 2.6 with bf16-mixed |
 # | [After accelerate's `unwrap_model`, the model trains in fp32](19_choose_your_precision.ipynb#What-other-frameworks-call-it) `AMP0299` | training is slower after generate on the unwrapped model |
+# | [A memory-saving optimizer takes as much memory as AdamW](16_low_precision_state.ipynb#Bytes-per-parameter) `AMP0317` | Adam-mini or another memory-saving Adam takes more memory than AdamW with a model in bf16 |
 #
 # ### Repair compiled and distributed training
 #

@@ -377,10 +377,12 @@ _ = pickle.dumps(call("step", "update"))
 #   "optimizer.step() and scaler.step(optimizer) are both called",
 #   "with GradScaler and SGD the weights explode at the first step",
 #   "AMP works with Adam but diverges at once with SGD",
+#   "with my own loss scale AdamW is fine, but the loss is inf after the first step with SGD",
+#   "fp16_util of guided-diffusion divides only some master gradients by the loss scale",
 #   "nan after 4k iterations whichever learning rate: optimizer.step() stands after the if and runs as well",
 #   "GAN or voice training calls optim_g.step() and optim_d.step() with a scaler",
 # ]
-# words = "bypass twice 65536 explodes optimizer.step after scaler.update if else duplicate"
+# words = "bypass twice 65536 explodes optimizer.step after scaler.update if else duplicate own hand-written"
 # -->
 #
 # **What you see.** With SGD the loss is huge or NaN after one step. With Adam the run looks normal until
@@ -415,7 +417,9 @@ assert math.isnan(weight_after_step(torch.optim.Adam, by_scaler=False, gradient=
 #
 # **The fix.** Replace every `optimizer.step()` by `scaler.step(optimizer)`, and call `scaler.update()`
 # after it. Do not [call both](https://github.com/IAHispano/Applio/pull/860): the weights would be updated
-# twice, and a plain step before `scaler.step` would use scaled gradients.
+# twice, and a plain step before `scaler.step` would use scaled gradients. If your code scales the loss itself,
+# divide the gradient of every parameter by the scale before the step, in all parameter groups. A lower
+# initial scale does not help. <!-- tests/remedies/test_nonfinite_remedies.py -->
 
 # %%
 assert math.isclose(weight_after_step(torch.optim.SGD, by_scaler=True), 0.9, rel_tol=1e-4)

@@ -1,6 +1,7 @@
 """Notebook 08b and its other failures: what their sentences say, where no cell asserts it."""
 
 import math
+import traceback
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 from course.failures import cuda_rules
 
 from amp_lab.difference import compare_runs
+from amp_lab.failures import read_explanation
 from amp_lab.numerics import find_nonfinite
 
 
@@ -357,3 +359,14 @@ def test_sums_by_index_stop_where_the_next_integer_is_missing(dtype, end):
     with torch.autocast("cpu", dtype=dtype):
         embedding(index).sum().backward()
     assert embedding.weight.grad[0] == 5000
+
+
+@pytest.mark.parametrize("stored_as", [list, torch.tensor])
+def test_a_rounded_timestep_is_outside_of_the_schedule(stored_as):
+    """AMP0124."""
+    alphas_cumprod = stored_as([0.5] * 1000)
+    assert alphas_cumprod[int(torch.tensor(999.0))] == 0.5
+    with pytest.raises(IndexError) as raised:
+        alphas_cumprod[int(torch.tensor(999.0).bfloat16())]
+    text = "".join(traceback.format_exception(raised.value))
+    assert read_explanation(text).failures[0].code == "AMP0124"

@@ -414,3 +414,14 @@ def test_a_compiled_layer_keeps_a_cast_for_each_call_and_a_compiled_loop_one():
     assert in_block(lambda: repeated(layer)) <= 2
     assert in_block(lambda: repeated(compiled_layer)) >= 19
     assert in_block(lambda: compiled_loop(layer)) <= 2
+
+
+@pytest.mark.parametrize(("dtype", "size"), [(torch.bfloat16, 4), (torch.float32, 8)])
+def test_the_moments_of_adamw_have_the_dtype_of_the_weights(dtype, size):
+    """AMP0317."""
+    weight = nn.Parameter(torch.ones(10, dtype=dtype))
+    adamw = torch.optim.AdamW([weight])
+    weight.grad = torch.ones_like(weight)
+    adamw.step()
+    moments = [adamw.state[weight][name] for name in ("exp_avg", "exp_avg_sq")]
+    assert sum(moment.nbytes for moment in moments) == size * weight.numel()
