@@ -478,7 +478,6 @@ torch.testing.assert_close(larger(x)[:, :5], head(x))
 # ## CUDA is out of memory
 #
 # `AMP0045` <!-- failure
-# general = true
 # quoted = [
 #   "CUDA out of memory", "torch.OutOfMemoryError", "torch.cuda.OutOfMemoryError",
 #   "HIP out of memory", "XPU out of memory", "MPS backend out of memory",
