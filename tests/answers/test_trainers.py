@@ -485,6 +485,24 @@ def test_every_program_is_run():
         "unscale",
         "bad batch",
         "pipeline",
+        "optimizer state",
     )
     assert len(with_code) == len(tried)
     assert all(any(words in heading for heading in with_code) for words in tried)
+
+
+def test_the_state_of_an_optimizer_keeps_the_saved_dtype_and_leaves_the_checkpoint_alone():
+    section = next(text for heading, text in SECTIONS.items() if "optimizer state" in heading)
+    weight = nn.Parameter(torch.ones(4))
+    optimizer = torch.optim.Adam([weight])
+    weight.grad = torch.ones(4)
+    optimizer.step()
+    saved = optimizer.state_dict()
+    state = saved["state"][0]
+    for key in ("exp_avg", "exp_avg_sq"):
+        state[key] = state[key].to(BF16)
+    exec(FENCE.search(section)[1], {"optimizer": optimizer, "saved": saved, "torch": torch})
+    moment = optimizer.state[weight]["exp_avg"]
+    assert moment.dtype is BF16
+    moment.zero_()
+    assert state["exp_avg"].all()
