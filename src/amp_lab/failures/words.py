@@ -82,7 +82,8 @@ def build_index(
 
 def _damp_rare_words(index: Any, documents: int) -> None:
     """Let rare words count less than BM25 says: many in a description have no meaning for it."""
-    from lunr.idf import idf
+    with needed_for(_PURPOSE):
+        from lunr.idf import idf
 
     factors = {}
     for posting in index.inverted_index.values():
