@@ -172,8 +172,8 @@ assert tracer.rows == trace_on("cpu", net, images.shape)
 # ## The tool
 #
 # `amp_lab.xray` extends this tracer for real models. It names modules, separates casts from other ops,
-# and handles recurrent layers, attention, tied weights and tensors in
-# attributes. <!-- tests/tracing/test_xray.py --> <!-- tests/tracing/test_fake_device.py -->
+# and handles recurrent layers, attention, tied weights and tensors that
+# are plain attributes of a module. <!-- tests/tracing/test_xray.py --> <!-- tests/tracing/test_fake_device.py -->
 
 # %%
 xray(net, images, device_type="cuda")
@@ -260,7 +260,7 @@ _ = figures.dtypes_by_model(grid)
 
 # %% [markdown]
 # The figure has a panel for each model, a column for each backend and a row for each kind of op. Dark
-# fields are fp32. The backends differ in three ops:
+# fields are fp32. The differences between the backends come from three ops:
 #
 # - **`batch_norm`** is fp32 on MPS, and so are the ops between the norm and the next convolution. This
 #   explains the many casts in the ResNet: up before each norm, and down after it.
@@ -360,9 +360,9 @@ memory = compare_memory(resnet50, (32, 3, 224, 224), memory_bytes="24GiB", optim
 memory
 
 # %% [markdown]
-# AMP makes only the activations smaller. Weights, gradients and optimizer state have the same size in
-# every column, and AMP adds copies of the weights. In this network the activations take most of the
-# memory, so almost twice the batch fits. Leave some room: the forecast counts only tensors, not the
+# AMP makes the activations and the temporaries smaller. Weights, gradients and optimizer state have the
+# same size in every column, and AMP adds copies of the weights. In this network the activations take most
+# of the memory, so almost twice the batch fits. Leave some room: the forecast counts only tensors, not the
 # driver, the workspaces of cuDNN and cuBLAS, or gaps between blocks. We expect it to come within 10 % of a
 # GPU's allocator [*(not yet seen on a GPU)*](../data/results/README.md "memory-forecast").
 
@@ -493,7 +493,7 @@ planted
 # - On MPS, `batch_norm` and LSTM layers stay in fp32.
 # - Under autocast on CUDA, XPU and MPS, `F.cross_entropy` on fp16 logits rounds its `log_softmax` to fp16
 #   and still returns fp32. Give it `logits.float()`.
-# - AMP nearly halves the activations, but not weights, gradients and optimizer state. With AdamW and one
+# - AMP makes the activations much smaller, but not weights, gradients and optimizer state. With AdamW and one
 #   sequence, the peak of a 7B transformer stays the same.
 # - When two runs differ, `first_difference` names the first op with an error that is too large for
 #   rounding.

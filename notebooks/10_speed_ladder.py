@@ -297,7 +297,7 @@ assert list(climbed.samples_s) == list(rungs)  # every rung was timed
 _ = figures.speed_ladder({f"ConvModel, {config['size']}x{config['size']} pixels": bars})
 
 # %% [markdown]
-# On the CPU of this run, AMP alone (rung 1) reaches only part of the speed-up that you wrote down. Channels
+# On the CPU of this run, AMP alone (rung 1) reaches only part of the expected speed-up. Channels
 # last (rung 2) changes only two lines and brings the step much closer to the limit. The likely reason is
 # that rung 1 copies data: its tensors have another layout than the [channels-last
 # kernel](https://docs.pytorch.org/tutorials/intermediate/memory_format_tutorial.html) of the convolution,
@@ -323,8 +323,7 @@ for name, step in steps.items():
 assert moved_bytes["AMP"] < moved_bytes["plain"]
 
 # %% [markdown]
-# Autocast makes the activations and their gradients half as large, so AMP moves about half the bytes. A
-# rung can therefore gain more than the FLOPs of the matmuls suggest.
+# Autocast makes the activations and their gradients half as large, so AMP moves about half the bytes.
 #
 # The **roofline** shows the limits of computing and of moving data in one figure. The horizontal axis is
 # the number of FLOPs for each byte moved. The vertical axis is the FLOP/s reached. Under the slope, moving
@@ -343,8 +342,10 @@ _ = figures.roofline(roofs, limits.memory_bytes_per_s, points)
 # AMP's point lies to the right of the FP32 point, because AMP moves fewer bytes. A faster precision raises
 # the flat part but not the slope, so a step under the slope becomes faster only if it moves fewer bytes. In
 # our step, the ops run one after the other: the matmuls compute, and then the other ops move data. So the
-# two times add up, and the points lie below the line of their precision. This is also why a step that moves
-# half the bytes can gain more than its matmuls.
+# two times add up, and the points lie below the line of their precision.
+#
+# The whole ladder can still gain more than the matmuls alone, because rung 2 is not a change of the
+# precision: it would also make the FP32 step faster.
 #
 # ## Where AMP loses
 #
@@ -447,12 +448,11 @@ assert all(candidate.verdict for candidate in advice.candidates)
 advice
 
 # %% [markdown]
-# Read the last column first: one recipe for training and one for inference are *recommended*. For the other
-# recipes, this column says why `advise` did not choose them. `slower` means slower than the recommended
-# recipe. `gain too small` means that the recipe is more complicated than the recommended one and does not
-# take [at least 3 % less](../src/amp_lab/advisor/session.py) time. For training, `advise` recommends only a
-# recipe whose loss fell about as far as that of FP32 (`learns
-# 100%`). <!-- tests/advisor/test_advise.py -->
+# Read the last column first: one recipe for training and one for inference are *recommended*. For the
+# other recipes, this column says why `advise` did not choose them. `slower` means slower than the
+# recommended recipe. `gain too small` means a more complicated recipe that saves [less than 3
+# %](../src/amp_lab/advisor/session.py) of the time. For training, `advise` recommends only a recipe whose
+# loss fell about as far as that of FP32 (`learns 100%`). <!-- tests/advisor/test_advise.py -->
 
 # %% [markdown]
 # ## Summary

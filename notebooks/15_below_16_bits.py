@@ -206,10 +206,10 @@ assert at_100["mxfp4"] < at_100["nvfp4"] < alone["nvfp4"] - 5
 # A linear layer has up to three matmuls in a training step: the output, the gradient of the input
 # (*dgrad*), and the gradient of the weight (*wgrad*). We round the operands of all three, as most of
 # [torchao's recipes](https://github.com/pytorch/ao/blob/main/torchao/float8/config.py) do, and use E4M3
-# for all of them. A matmul can multiply by a scale after it has added up a sum, if all terms of the sum
-# share the scale. So the values that share a scale must lie along the dimension that the matmul sums over.
-# The output sums over the inputs of the layer, but dgrad sums over its outputs. The weight is therefore
-# rounded twice, once for each.
+# for all of them. The values of a row or block that share a scale lie along the dimension that the matmul
+# sums over: the matmul adds up their products first, and then multiplies the sum by the scale. The output is
+# a sum over the layer's inputs, so for it the weight is rounded along its inputs. dgrad is a sum over the
+# layer's outputs, so for it the weight is rounded again, along its outputs.
 #
 # Everything else stays in fp32: the other ops, the weights that the optimizer updates, and the sums of
 # products.
@@ -311,10 +311,10 @@ for name, values in last.items():
 _ = figures.loss_from_fp32(losses)
 
 # %% [markdown]
-# The figure shows how far each loss is above that of fp32: the mean of three seeds, with bars for
-# their range. The grey band is the range of the fp32 loss over the seeds. With scales, FP8 and MXFP8 stay within
-# the band, and the four-bit formats end a little higher. Without a scale the model learns less,
-# because E4M3 rounds many gradients to zero. We check this:
+# The figure shows how far each loss is above that of fp32: the mean of three seeds, with bars for their
+# range. The grey band is the range of the fp32 loss over the seeds. With scales, every format ends within
+# or near the band, and the four-bit formats end higher than FP8 and MXFP8. Without a scale the model
+# learns less, because E4M3 rounds many gradients to zero. We check this:
 
 # %%
 between_seeds = max(last["fp32"]) - min(last["fp32"])
@@ -363,8 +363,8 @@ assert off < 2**-8  # the rounding of the result to bf16
 #
 # Our simulation adds the products in fp32. A Hopper or Ada GPU adds FP8 products in [about 14
 # bits](https://arxiv.org/abs/2412.19437), unless the kernel moves partial sums to fp32. With its argument
-# `use_fast_accum=True`, PyTorch's FP8 matmul skips these moves. torchao sets this argument for the output
-# of a layer. `hopper_matmul` adds as an H100 does, bit for bit. <!-- tests/formats/test_hopper_sums.py -->
+# `use_fast_accum=True`, PyTorch's FP8 matmul skips these moves. torchao passes `True` in the forward
+# matmul. `hopper_matmul` adds as an H100 does, bit for bit. <!-- tests/formats/test_hopper_sums.py -->
 #
 # We sum 4096 products, first of values with both signs, then of their magnitudes. Before you run this:
 # in which case does a sum in 14 bits lose more accuracy?
@@ -434,7 +434,7 @@ assert (usual, fnuz, torch.finfo(torch.float8_e4m3fnuz).max) == (1.0, 0.5, 240)
 # 2. For each linear layer and convolution, it rounds the inputs and the weight to each format, repeats the
 #    matmul, and compares the result with that of fp32. Layers with a large error are better left in 16
 #    bits.
-# 3. In each format, it runs the whole model with all other layers rounded.
+# 3. In each format, it runs the whole model, with all layers rounded except those with a large error.
 #
 # We call `rehearse` on our GPT, with an outlier for it to find. In the MLP of the second block, we
 # make one of the 256 features about a million times as large: <!-- tests/formats/test_rehearsal.py -->

@@ -16,7 +16,7 @@
 # - which parts of a transformer run in fp32 under autocast, and what to do when dtypes do not match;
 # - how much memory the loss over a large vocabulary takes, and how to take less;
 # - which dtypes to use for a LoRA adapter and its base, and what merging loses;
-# - why the same prompt can give a different text in bf16, in a different batch or with a cache.
+# - why the same prompt can give a different text in bf16.
 #
 # **What you need.** [Notebook 02](02_autocast_dtypes.ipynb), on autocast's rules. You need no GPU,
 # no download and no weights: the text is the source of Python's standard library.
@@ -200,9 +200,10 @@ print(f"two seeds in fp32 differ by up to {between_seeds:.2g}")
 # Our vocabulary has one entry for each character that occurs. Llama 3 has [128,256
 # tokens](https://github.com/pytorch/torchtune/blob/main/torchtune/models/llama3/_model_builders.py). With
 # many tokens in a batch, the logits can be the largest tensor of the step. At the peak of the backward
-# pass, four tensors of this size are in memory: the logits in bf16 (the model's output), and three in fp32:
-# the log-softmax, its gradient, and the gradient of its input. For a batch of 8 x 2048
-# tokens: <!-- tests/notebooks/test_17_language_model.py -->
+# pass, four tensors of this size are in memory: the logits in bf16 (the model's output), and three in
+# fp32: the log-softmax, the gradient of the log-softmax, and the gradient of the logits. (The fp32 copy of
+# the logits has been freed by then.) For a batch of 8 x 2048 tokens:
+# <!-- tests/notebooks/test_17_language_model.py -->
 
 # %%
 values = 8 * 2048 * 128_256
@@ -245,8 +246,8 @@ print(f"fp32 logits: {1024 * 8000 * 4 / 2**20:.1f} MiB, one chunk: {64 * 8000 * 
 # the forward and the backward pass. `checkpoint` needs no change under autocast ([notebook
 # 07](07_training_recipes.ipynb#Checkpoint-activations) has an exception). From torch 2.13 on,
 # [`F.linear_cross_entropy`](https://docs.pytorch.org/docs/2.13/generated/torch.nn.functional.linear_cross_entropy.html)
-# with `options` computes the loss in chunks too. Autocast does not cast its inputs, and for bf16
-# inputs it returns the loss in bf16, so pass fp32 inputs. <!-- tests/notebooks/test_17_language_model.py -->
+# with its argument `options` computes the loss in chunks too. Autocast does not cast its inputs, and
+# for bf16 inputs it returns the loss in bf16. <!-- tests/notebooks/test_17_language_model.py -->
 #
 # ## Fine-tune with LoRA
 #
