@@ -142,6 +142,11 @@ def gradient_norm(model):
     return torch.stack([p.grad.norm() for p in model.parameters()]).norm().item()
 
 
+# %% [markdown]
+# `error_of` returns the message of an error that we expect.
+
+
+# %%
 def error_of(call, *args):
     """The error that `call(*args)` must raise, as text."""
     try:

@@ -225,28 +225,6 @@ def test_loading_casts_the_state_to_the_dtype_of_the_weights():
     assert not torch.equal(after["exp_avg"], before["exp_avg"])
 
 
-def test_the_code_keeps_the_dtype_of_the_saved_state_and_the_checkpoint():
-    def trained_weight():
-        weight = nn.Parameter(torch.ones(4))
-        optimizer = torch.optim.Adam([weight], lr=0.1)
-        weight.sum().backward()
-        optimizer.step()
-        return weight, optimizer
-
-    _, first = trained_weight()
-    saved = first.state_dict()
-    moments = ("exp_avg", "exp_avg_sq")
-    saved["state"][0].update({name: saved["state"][0][name].bfloat16() for name in moments})
-    weight, optimizer = trained_weight()
-    optimizer.load_state_dict(saved)
-    assert state_dtypes(optimizer) == {FP32}  # what the page warns of
-    exec(code_of("resuming"), {"torch": torch, "optimizer": optimizer, "saved": saved})
-    assert {optimizer.state[weight][name].dtype for name in moments} == {BF16}
-    before = saved["state"][0]["exp_avg"].clone()
-    optimizer.state[weight]["exp_avg"].add_(1)
-    assert torch.equal(saved["state"][0]["exp_avg"], before)
-
-
 def test_a_full_evaluation_leaves_the_model_in_bf16(tmp_path):
     trainer = trainer_of(
         llama(), tmp_path, bf16=True, bf16_full_eval=True, eval_strategy="steps", eval_steps=1
@@ -481,7 +459,6 @@ def test_every_program_is_run():
         "transformers 5",
         "explicit",
         "checkpoint in",
-        "resuming",
         "unscale",
         "bad batch",
         "pipeline",

@@ -119,7 +119,8 @@ def test_the_kv_cache_of_a_context_fits_the_terminal(capsys, monkeypatch):
     rows = {line[:25].strip(): line[25:].split() for line in lines}
     # 2 layers, one head of keys and one of values, each of 16
     assert rows["cache, KiB per token"][::2] == ["0.25", "0.125", "0.125"], lines
-    assert rows["cache, 2 x 8,192 tokens"][::2] == ["4", "2", "2"]
+    # The name of this row, "cache, 2 x 8,192 tokens", goes on in the next line.
+    assert rows["cache, 2 x 8,192"][::2] == ["4", "2", "2"]
 
 
 def test_without_transformers_the_error_names_it(capsys, monkeypatch):
