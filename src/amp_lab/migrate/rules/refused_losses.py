@@ -4,8 +4,8 @@ import libcst as cst
 
 from amp_lab.core.remedies import remedy
 from amp_lab.migrate.tree import nodes
-from amp_lab.migrate.tree.amp_names import OLD_NAMES
 from amp_lab.migrate.tree.code_reader import CodeReader, Mistakes
+from amp_lab.migrate.tree.float16_values import is_for_cuda
 from amp_lab.migrate.tree.rewriter import Rewriter
 from amp_lab.migrate.tree.scopes import Scope
 
@@ -34,7 +34,8 @@ def refused_losses(code: CodeReader) -> Mistakes:
     for event in code.events:
         if event.place.autocast is None or not _is_bce(code, event.node, event.unit.scope):
             continue
-        if _is_for_cuda(code, code.autocast_of(event.place.autocast)):
+        cast = code.autocast_of(event.place.autocast)
+        if _is_always_enabled(code, cast) and is_for_cuda(code, cast):
             yield event.node, _REFUSED_LOSS.text
 
 
@@ -53,17 +54,12 @@ def _is_bce(code: CodeReader, call: cst.Call, scope: Scope) -> bool:
     return bool(origins) and origins <= _CLASSES
 
 
-def _is_for_cuda(code: CodeReader, cast: cst.Call) -> bool:
-    """Whether a call of autocast is surely enabled, and surely for CUDA."""
-    scope = code.tree.calls[cast]
-    arguments = code.arguments(cast)
+def _is_always_enabled(code: CodeReader, cast: cst.Call) -> bool:
+    """Whether an autocast is enabled in each run: a switch such as ``args.amp`` may be off."""
     if any(argument.star for argument in cast.args):
         return False
-    if "enabled" in arguments:
-        enabled = scope.value_of(arguments["enabled"])
-        if nodes.name_parts(enabled) != ("True",):
-            return False
-    if "device_type" in arguments:
-        return nodes.string_value(scope.value_of(arguments["device_type"])) == "cuda"
-    old = OLD_NAMES.get(code.called_origin(cast) or "")
-    return old is not None and old.device == "cuda"
+    enabled = code.arguments(cast).get("enabled")
+    if enabled is None:
+        return True
+    value = code.tree.calls[cast].value_of(enabled)
+    return nodes.name_parts(value) == ("True",)

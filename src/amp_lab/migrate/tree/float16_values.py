@@ -145,34 +145,14 @@ class Float16Values:
 
     def _is_float16(self, cast: cst.Call) -> bool:
         """Whether an autocast is surely enabled and for float16, the default dtype on CUDA."""
-        if any(arg.star for arg in cast.args):
+        if not _is_enabled(self._code, cast):
             return False
         scope = self._code.tree.calls[cast]
         arguments = self._code.arguments(cast)
-        if not self._is_enabled(arguments.get("enabled"), scope):
-            return False
         if "dtype" in arguments:
             dtype = scope.value_of(arguments["dtype"])
             return self._code.origin(dtype, scope) in _FLOAT16
-        old = OLD_NAMES.get(self._code.called_origin(cast) or "")
-        if old is not None:
-            return old.device == "cuda"
-        if "device_type" not in arguments:
-            return False
-        device_type = scope.value_of(arguments["device_type"])
-        return nodes.string_value(device_type) == "cuda"
-
-    def _is_enabled(self, enabled: cst.BaseExpression | None, scope: Scope) -> bool:
-        """Whether `enabled` is left out, True, or named as a switch such as ``args.use_amp``."""
-        if enabled is None:
-            return True
-        value = scope.value_of(enabled)
-        if nodes.is_false(value):
-            return False
-        if nodes.name_parts(value) == ("True",):
-            return True
-        name = last_part(self._code.key(enabled))
-        return _AMP_SWITCH_NAME.search(name) is not None
+        return is_for_cuda(self._code, cast)
 
 
 # Questions that other rules ask too.
@@ -230,3 +210,34 @@ def _assignments_in(node: cst.CSTNode) -> Iterator[tuple[cst.CSTNode, cst.CSTNod
         appended_to = nodes.receiver_of(node, "append")
         if appended_to is not None:
             yield appended_to, node.args[0].value
+
+
+def _is_enabled(code: CodeReader, cast: cst.Call) -> bool:
+    """Whether an autocast is enabled: without `enabled`, or with a switch for AMP.
+
+    The switch is True, or has a name such as ``args.use_amp``.
+    """
+    if any(argument.star for argument in cast.args):
+        return False
+    enabled = code.arguments(cast).get("enabled")
+    if enabled is None:
+        return True
+    value = code.tree.calls[cast].value_of(enabled)
+    if nodes.is_false(value):
+        return False
+    if nodes.name_parts(value) == ("True",):
+        return True
+    name = last_part(code.key(enabled))
+    return _AMP_SWITCH_NAME.search(name) is not None
+
+
+def is_for_cuda(code: CodeReader, cast: cst.Call) -> bool:
+    """Whether an autocast is surely for CUDA, by its device or by its old name."""
+    old = OLD_NAMES.get(code.called_origin(cast) or "")
+    if old is not None:
+        return old.device == "cuda"
+    device_type = code.arguments(cast).get("device_type")
+    if device_type is None:
+        return False
+    value = code.tree.calls[cast].value_of(device_type)
+    return nodes.string_value(value) == "cuda"
