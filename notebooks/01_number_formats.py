@@ -111,11 +111,12 @@ assert torch.tensor(1e30).half() == math.inf
 # Four numbers describe a format:
 #
 # - the smallest positive number;
-# - the smallest *normal* number, that is, the smallest number with a 1 before the mantissa, as in the
-#   formula above. Smaller numbers are called *subnormal*: they have a 0 before the mantissa, so they have
-#   fewer significant bits;
+# - the smallest *normal* number, which is the smallest number with a 1 before the mantissa;
 # - the largest number;
 # - *eps*, the distance from 1 to the next larger number.
+#
+# Below the smallest normal number, numbers are called *subnormal*. They have a 0 before the mantissa, so
+# they have fewer significant bits.
 #
 # In the table, the normal range goes from the smallest normal number to the largest number. The last
 # column converts the bits of the mantissa, together with the 1 before it, to decimal digits.

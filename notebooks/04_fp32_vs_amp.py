@@ -337,8 +337,8 @@ _ = figures.time_and_memory(
 # ## How not to measure
 #
 # We took the problem from an
-# [article](https://rocm.blogs.amd.com/artificial-intelligence/automatic-mixed-precision/README.html). Its
-# measurements contain mistakes that are easy to make. We print the times and memories that it reports for
+# [article](https://rocm.blogs.amd.com/artificial-intelligence/automatic-mixed-precision/README.html). It
+# makes four common mistakes in its measurements. We print the times and memories that it reports for
 # FP32 and AMP, from an unnamed AMD GPU. The article calls the gain in training a speed-up of 46 %.
 
 # %%
@@ -360,8 +360,8 @@ for task, (fp32_s, amp_s, fp32_mb, amp_mb) in article.items():
 # <!-- tests/notebooks/test_04_fp32_vs_amp.py -->
 #
 # **The article counted the first step.** The first step can be slow, for example because it [loads a
-# library](https://docs.pytorch.org/tutorials/recipes/recipes/benchmark.html). FP32 always ran first, so
-# AMP looks better than it is. Warm up before you measure.
+# library](https://docs.pytorch.org/tutorials/recipes/recipes/benchmark.html). The article always measured
+# FP32 first, so only FP32 had the slow step, and AMP looks better than it is. Warm up before you measure.
 #
 # **The article compared one run with one run.** Its loss was 17 % lower with AMP, but no seed was set. One
 # run of each cannot tell whether this is an effect or chance.

@@ -350,10 +350,10 @@ for name in ("FP32, batch 512", "AMP, batch 512"):
     assert Counter(shape for shape, _, _ in frozen[name].peak)[512, 256, 56, 56] == 3
 
 # %% [markdown]
-# Each line shows how many tensors there are, their size, dtype and shape. The peak is in the first
-# residual block, where three tensors with 256 maps are alive: the output of the block's three
-# convolutions, and the shortcut before and after its batch normalisation. The tensor with 64 maps is
-# the block's input. The tensor with 3 channels holds the images. With AMP all maps take half the
+# Each line is about one kind of tensor: how many there are, and the size, dtype and shape of each. The
+# peak is in the first residual block, where three tensors with 256 maps are alive: the output of the
+# block's three convolutions, and the shortcut before and after its batch normalisation. The tensor with 64
+# maps is the block's input. The tensor with 3 channels holds the images. With AMP all maps take half the
 # bytes, but the images stay fp32. Earlier maps are already freed, because no parameter of the frozen
 # backbone needs a gradient.
 #

@@ -494,8 +494,8 @@ folder.cleanup()
 #   autocast takes 16.
 # - O3 is `model.half()`. It loses small updates, and our second loss was NaN.
 # - In the loop, `scale_loss` becomes `scale(loss).backward()`, and `optimizer.step()` becomes
-#   `scaler.step(optimizer)`. Write out what Apex did at the end of its block: `unscale_` before
-#   clipping, and `update` after the step.
+#   `scaler.step(optimizer)`. At the end of its block, Apex unscaled the gradients and updated the scale
+#   for you. Now call `unscale_` before you clip, and `update` after the step.
 # - When you move from `torch.cuda.amp`, pass the dtype, and the device before other positional
 #   arguments. `amp-lab migrate` does this for you.
 # - An Apex checkpoint stores the loss scale under other names. At O2 it often has no master weights.

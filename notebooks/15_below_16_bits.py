@@ -120,9 +120,9 @@ assert torch.equal(e2m1, ELEMENTS["e2m1"].round(some))
 #
 # ## The values that share a scale
 #
-# The largest value determines the scale. If the largest value is an outlier, smaller values with the
-# same scale may become zero. So each format says which values share a scale: a whole tensor, a row, or
-# a *block* (neighbouring values of a row). `FORMATS` lists the formats in the table below. *MX*
+# The largest value determines the scale. If one value is much larger than the others, the small values
+# that share its scale may become zero. So each format says which values share a scale: a whole tensor, a
+# row, or a *block* (neighbouring values of a row). `FORMATS` lists the formats in the table below. *MX*
 # formats (microscaling) are an open standard, and NVFP4 is NVIDIA's own.
 #
 # | format | element | values that share a scale | number format of the scale |

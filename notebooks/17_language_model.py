@@ -53,8 +53,8 @@ print("from the layer", query.dtype, " after the rotation", rotated.dtype)
 assert (query.dtype, rotated.dtype) == (torch.bfloat16, torch.float32)
 
 # %% [markdown]
-# An elementwise op of a bf16 and an fp32 tensor returns fp32. The result takes twice the memory of a
-# bf16 tensor, and stays in fp32 until autocast casts it down for the next matmul. The extra precision
+# If you add or multiply a bf16 tensor and an fp32 tensor, the result is in fp32. It takes twice the memory
+# of a bf16 tensor, and stays in fp32 until autocast casts it down for the next matmul. The extra precision
 # is often useful, but you should know where fp32 appears.
 #
 # ## A small GPT
@@ -304,8 +304,8 @@ def with_lora(model):
 
 
 # %% [markdown]
-# The base is the model that we trained in fp32 above. We fine-tune it on a new text, the source of the
-# module `inspect`, and train the adapters under bf16 autocast:
+# The base is the model that we trained in fp32 above. We fine-tune it on a new text: the source
+# of the module `inspect`. We train only the adapters, under bf16 autocast:
 
 # %% tags=["nbval-ignore-output"]
 own_train, own_test = lm.split(inspect.getsource(inspect), characters)
