@@ -76,8 +76,10 @@ class Outcome:
         """The row of the table."""
         if not self.counts:
             return f"{self.run.name:<14} ended with exit code {self.code} before its report"
-        counts = "".join(f"{self.counts[kind]:>9,}" for kind in ("passed", "failed", "skipped"))
-        return f"{self.run.name:<14}{counts}{self.seconds / 60:>8.1f} min"
+        numbers = [self.counts[kind] for kind in ("passed", "failed", "skipped")]
+        counts = "".join(f"{number:>9,}" for number in numbers)
+        minutes = self.seconds / 60
+        return f"{self.run.name:<14}{counts}{minutes:>8.1f} min"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -162,7 +164,9 @@ def table(outcomes: list[Outcome], cannot: dict[str, str]) -> str:
     for outcome in outcomes:
         for test in outcome.failed:
             where.setdefault(_without_addresses(test), []).append(outcome.run.name)
-    lines += [f"FAILED {test} on {', '.join(runs)}" for test, runs in sorted(where.items())]
+    for test, runs in sorted(where.items()):
+        names = ", ".join(runs)
+        lines.append(f"FAILED {test} on {names}")
     return "\n".join(lines)
 
 
@@ -171,7 +175,9 @@ def _without_addresses(test: str) -> str:
 
 
 def _as_text(settings: dict[str, str]) -> str:
-    return " ".join(f"{name}={value}" for name, value in settings.items()) or "nothing set"
+    if not settings:
+        return "nothing set"
+    return " ".join(f"{name}={value}" for name, value in settings.items())
 
 
 if __name__ == "__main__":

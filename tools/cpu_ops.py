@@ -137,12 +137,15 @@ def measured_here() -> dict[str, Any]:
 def table(results: dict[str, Any], dtype: str) -> list[str]:
     """The file as a Markdown table, a column for each instruction set."""
     sets = results["instruction sets"]
-    lines = ["| layer | " + " | ".join(sets) + " |", "|---|" + "---:|" * len(sets)]
+    heading = " | ".join(sets)
+    rule = "---:|" * len(sets)
+    lines = [f"| layer | {heading} |", f"|---|{rule}"]
     times_of_sets = [result["times as long as fp32"] for result in sets.values()]
     for name in times_of_sets[0]:
         values = [times[name][dtype] for times in times_of_sets]
         cells = ["raises" if isinstance(value, str) else f"{value:.2g}" for value in values]
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+        row = " | ".join(cells)
+        lines.append(f"| {name} | {row} |")
     return lines
 
 
@@ -159,7 +162,10 @@ def main() -> int:
     if options.table:
         results = json.loads(options.table.read_text())
         for dtype in DTYPES:
-            print("\n".join([f"{dtype}, times as long as fp32:", "", *table(results, dtype), ""]))
+            print(f"{dtype}, times as long as fp32:\n")
+            for line in table(results, dtype):
+                print(line)
+            print()
         return 0
     if options.out is None:
         parser.error("give --out or --table")

@@ -48,13 +48,16 @@ def hopper_matmul(left: Tensor, right: Tensor, *, fast_accum: bool = True) -> Te
     """
     for name, operand in (("left", left), ("right", right)):
         if operand.dtype not in _DTYPES or operand.dim() != 2:
-            problem = f"{name} is {operand.dtype} of shape {tuple(operand.shape)}"
+            shape = tuple(operand.shape)
+            problem = f"{name} is {operand.dtype} of shape {shape}"
             cure = "give a matrix in torch.float8_e4m3fn or torch.float8_e5m2"
             raise NumericsError(f"hopper_matmul: {problem}: {cure}")
-    if left.shape[1] != right.shape[1]:
+    left_length = left.shape[1]
+    right_length = right.shape[1]
+    if left_length != right_length:
         raise NumericsError(
-            f"hopper_matmul: rows of left have {left.shape[1]} values and rows of right "
-            f"{right.shape[1]}; the lengths must be equal"
+            f"hopper_matmul: rows of left have {left_length} values and rows of right "
+            f"{right_length}; the lengths must be equal"
         )
     # Rows of a piece: with each row of `right`, each has `_PRODUCTS` products at a time.
     rows = max(1, _PIECE // (len(right) * _PRODUCTS))
@@ -75,21 +78,25 @@ def noise_of_hopper_sums(left: Tensor, right: Tensor) -> tuple[float, float]:
         The sum of the squares of the exact sums, and that of their errors; both 0 for operands
         that are not finite.
     """
-    samples = [_sample_in_e4m3(operand) for operand in (left, right)]
-    exact = samples[0].double() @ samples[1].double().T
+    left_sample = _sample_in_e4m3(left)
+    right_sample = _sample_in_e4m3(right)
+    exact = left_sample.double() @ right_sample.double().T
     if not exact.isfinite().all():
         return 0.0, 0.0
-    return squares(exact), squares(hopper_matmul(*samples) - exact)
+    errors = hopper_matmul(left_sample, right_sample) - exact
+    return squares(exact), squares(errors)
 
 
 def _sample_in_e4m3(operand: Tensor) -> Tensor:
     """At most `_SAMPLE` rows of an operand, evenly spaced, scaled to the range of E4M3."""
     step = math.ceil(len(operand) / _SAMPLE)
     rows = operand.detach()[::step].float()
+    largest = rows.abs().amax(1, keepdim=True)
     # A row of zeros is divided by `tiny` instead of 0.
-    largest = rows.abs().amax(1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
+    largest.clamp_(min=torch.finfo(torch.float32).tiny)
     largest_e4m3 = torch.finfo(torch.float8_e4m3fn).max
-    return (rows / largest * largest_e4m3).to(torch.float8_e4m3fn)
+    scaled = rows / largest * largest_e4m3
+    return scaled.to(torch.float8_e4m3fn)
 
 
 def _matmul(left: Tensor, right: Tensor, fast_accum: bool) -> Tensor:

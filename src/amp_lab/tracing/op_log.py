@@ -51,13 +51,15 @@ class OpLog:
             flop_count: The FLOPs.
             arguments: The arguments that are no tensors, see `plain_arguments`.
         """
+        # With the dtypes from before autocast's casts, if the call is one row.
+        in_dtypes = [call.dtypes.get(call.key(tensor), tensor.dtype) for tensor in ins]
         row = OpRecord(
             module=module,
             op=name,
-            in_dtypes=tuple(call.dtypes.get(call.key(t), t.dtype) for t in ins),
-            out_dtypes=tuple(t.dtype for t in outs),
-            in_shapes=tuple(tuple(t.shape) for t in ins),
-            out_shapes=tuple(tuple(t.shape) for t in outs),
+            in_dtypes=tuple(in_dtypes),
+            out_dtypes=tuple(tensor.dtype for tensor in outs),
+            in_shapes=_shapes(ins),
+            out_shapes=_shapes(outs),
             called=call.name or name,
             flops=flop_count,
             autocast=call.autocast_dtype is not None,
@@ -92,16 +94,19 @@ class OpLog:
         storage = call.origin(source)
         row = self._written_by.get(storage)
         if row is None:
-            source_text = f"a tensor made in {place_of(module)}"
+            place = place_of(module)
+            source_text = f"a tensor made in {place}"
         else:
-            source_text = f"output of {row.called} in {place_of(row.module)}"
+            place = place_of(row.module)
+            source_text = f"output of {row.called} in {place}"
+        shape = tuple(source.shape)
         cast = Cast(
             module=module,
             from_dtype=source.dtype,
             to_dtype=result.dtype,
             what=self.names.get(storage, source_text),
             cached=self._is_cached(call, source, result),
-            shape=call.shapes.get(call.key(source), tuple(source.shape)),
+            shape=call.shapes.get(call.key(source), shape),
             called=call.name,
             of_integers=row is not None and _gives_integers(row),
         )
@@ -126,6 +131,11 @@ class OpLog:
             return False
         is_trained_leaf = source.requires_grad and source.is_leaf
         return is_trained_leaf and not source._is_view()
+
+
+def _shapes(tensors: list[torch.Tensor]) -> tuple[tuple[int, ...], ...]:
+    """The shapes of tensors, as tuples of numbers."""
+    return tuple(tuple(tensor.shape) for tensor in tensors)
 
 
 def _widens(before: torch.dtype, after: torch.dtype) -> bool:
