@@ -1,4 +1,4 @@
-"""Runs parts of a measurement one after another, each in a process of its own.
+"""Runs parts of a measurement, each in a process of its own.
 
 A part that fails, or takes too long, does not stop the next one. `first_gpu` and `record` use it.
 """
@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,6 +45,8 @@ class Part:
     limit_s: float
     commands: Callable[[Settings], list[list[str]]]
     """Arguments of Python, run one after another; each must end with 0."""
+    is_timed: bool = True
+    """Whether its figures would change if other parts ran beside it."""
 
 
 @dataclass
@@ -69,22 +72,35 @@ def run_parts(
     settings: Settings,
     seconds: float,
     after_part: Callable[[list[Outcome]], None] = lambda outcomes: None,
+    jobs: int = 1,
 ) -> list[Outcome]:
     """Run each part within its limit and what is left of `seconds`.
 
-    After each part, `after_part` gets the outcomes so far.
+    With `jobs` above 1, the parts that are not timed run first, so many at a time. After each part,
+    `after_part` gets the outcomes so far.
     """
     end = time.monotonic() + seconds
     outcomes: list[Outcome] = []
-    for part in parts:
+
+    def run_within_the_time(part: Part) -> Outcome:
         left = end - time.monotonic()
         if left < min(5.0, part.limit_s):  # in 5 s a part does little more than import torch
-            outcomes.append(Outcome(part.name, "no time left"))
-        else:
-            print(f"{part.name} …", flush=True)
-            outcomes.append(run_part(part, settings, min(part.limit_s, left)))
-            print(f"    {outcomes[-1].status} {outcomes[-1].error}".rstrip(), flush=True)
-        after_part(outcomes)
+            return Outcome(part.name, "no time left")
+        print(f"{part.name} …", flush=True)
+        return run_part(part, settings, min(part.limit_s, left))
+
+    def run_at_once(parts: list[Part], count: int) -> None:
+        with ThreadPoolExecutor(count) as pool:
+            for outcome in pool.map(run_within_the_time, parts):
+                outcomes.append(outcome)
+                line = f"    {outcome.part}: {outcome.status} {outcome.error}"
+                print(line.rstrip(), flush=True)
+                after_part(outcomes)
+
+    if jobs > 1:
+        run_at_once([part for part in parts if not part.is_timed], jobs)
+        parts = [part for part in parts if part.is_timed]
+    run_at_once(parts, 1)
     return outcomes
 
 

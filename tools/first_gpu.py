@@ -7,7 +7,8 @@ What is found is written as it comes, to `--out`: `first-gpu.json`, for data/res
 output of each part. The table that is printed last says what held, what failed, with the error's
 line, and what there was no time for.
 
-`--tiny` rehearses it with small sizes, on any device, a CPU too.
+`--jobs 8` is for a machine that is lent for minutes. `--tiny` rehearses it with small sizes, on any
+device, a CPU too.
 """
 
 import argparse
@@ -30,6 +31,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=25, help="for all parts together")
     parser.add_argument("--device", default=os.environ.get("AMP_LAB_DEVICE") or "cuda")
     parser.add_argument("--tiny", action="store_true", help="small sizes: a rehearsal")
+    parser.add_argument(
+        "--jobs", type=int, default=1, help="how many parts that time nothing run at a time"
+    )
     parser.add_argument("--part", action="append", choices=[part.name for part in PARTS])
     parser.add_argument("--out", type=Path, default=Path("first-gpu"), help="folder to write into")
     options = parser.parse_args(argv)
@@ -40,6 +44,9 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     if not options.minutes > 0:
         print(f"first_gpu: --minutes {options.minutes:g} leaves no time", file=sys.stderr)
+        return 2
+    if options.jobs < 1:
+        print(f"first_gpu: --jobs {options.jobs} runs nothing", file=sys.stderr)
         return 2
     try:
         options.out.mkdir(parents=True, exist_ok=True)
@@ -59,7 +66,7 @@ def _run(options: argparse.Namespace, settings: Settings) -> list[Outcome]:
     def write_so_far(outcomes: list[Outcome]) -> None:
         write(outcomes, settings)
 
-    return run_parts(chosen, settings, options.minutes * 60, write_so_far)
+    return run_parts(chosen, settings, options.minutes * 60, write_so_far, options.jobs)
 
 
 def write(outcomes: list[Outcome], settings: Settings) -> None:

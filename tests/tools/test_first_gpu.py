@@ -1,5 +1,6 @@
 """The command for the first GPU, with parts that fail in every way; its measures on the CPU."""
 
+import dataclasses
 import json
 import re
 import time
@@ -67,6 +68,29 @@ def test_what_a_part_has_started_ends_with_it(settings, tmp_path):
     assert not late.exists()
 
 
+def test_parts_that_are_not_timed_can_run_at_the_same_time(settings, tmp_path):
+    """Each of two parts waits for the file of the other; the timed one runs after both."""
+    first, second = tmp_path / "first", tmp_path / "second"
+
+    def meets(own, other):
+        return (
+            f"import pathlib, time\npathlib.Path({str(own)!r}).touch()\n"
+            f"while not pathlib.Path({str(other)!r}).exists(): time.sleep(0.01)"
+        )
+
+    parts = [
+        part("timed", f"import os; os.rename({str(first)!r}, {str(second)!r})"),
+        dataclasses.replace(part("one", meets(first, second)), is_timed=False),
+        dataclasses.replace(part("two", meets(second, first)), is_timed=False),
+    ]
+    outcomes = run_parts(parts, settings, 60, jobs=2)
+    assert [(one.part, one.status) for one in outcomes] == [
+        ("one", "held"),
+        ("two", "held"),
+        ("timed", "held"),
+    ]
+
+
 def test_what_there_is_no_time_for_is_said(settings):
     outcomes = run_parts([part("one", "pass"), part("two", "pass")], settings, 0)
     assert [one.status for one in outcomes] == ["no time left", "no time left"]
@@ -82,7 +106,11 @@ def test_every_part_has_its_order_and_commands(settings):
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
-    [(["--minutes", "0"], "--minutes 0 leaves no time"), (["--minutes", "-1"], "leaves no time")],
+    [
+        (["--minutes", "0"], "--minutes 0 leaves no time"),
+        (["--minutes", "-1"], "leaves no time"),
+        (["--jobs", "0"], "--jobs 0 runs nothing"),
+    ],
 )
 def test_a_wrong_argument_is_said_in_one_line(capsys, arguments, said):
     assert first_gpu.main(arguments) == 2
