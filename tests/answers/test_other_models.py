@@ -197,3 +197,7 @@ def test_complex_numbers_under_autocast():
         half = torch.complex(*torch.ones(2, 2, 2, dtype=FP16))
     with pytest.raises(RuntimeError, match="not implemented for 'ComplexHalf'"):
         half @ half
+    with pytest.raises(RuntimeError, match="Unsupported dtype BFloat16"):
+        torch.fft.fft(torch.ones(4, dtype=BF16))
+    with torch.autocast("cpu", dtype=BF16):
+        assert torch.fft.fft(torch.ones(4, dtype=BF16)).dtype is torch.complex64

@@ -283,6 +283,9 @@ def test_lightning_refuses_names_and_two_precisions():
         lightning.Trainer(precision=name, **options)
     with pytest.raises(ValueError, match=r"Precision 'fp16' is invalid\. Allowed precision values"):
         lightning.Trainer(precision="fp16", **options)
+    with pytest.warns(UserWarning, match="bf16-mixed"):
+        on_cpu = lightning.Trainer(precision="16-mixed", **options)
+    assert on_cpu.precision == "bf16-mixed"
     with pytest.raises(ValueError, match=r"Received both `precision=16-mixed` and `plugins="):
         lightning.Trainer(precision="16-mixed", plugins=[mixed("bf16-mixed", "cpu")], **options)
     with pytest.raises(Exception, match="`precision='bf16-mixed'` does not use a scaler"):
