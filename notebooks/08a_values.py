@@ -122,8 +122,8 @@ torch.testing.assert_close(loss_in(torch.float16, repaired), exact, rtol=0.01, a
 
 # %% [markdown]
 # **Not this.** Do not clamp the activations to 65504: the loss becomes finite but wrong, and clamped values
-# get no gradient. A smaller learning rate or gradient clipping cannot help either, because the overflow is
-# in the forward pass.
+# get no gradient. A smaller learning rate or gradient clipping does not help a model that overflows in the
+# forward pass.
 
 # %%
 h = torch.tensor([150_000.0], requires_grad=True)
@@ -298,7 +298,7 @@ assert v.grad.isnan().all()
 # -->
 #
 # **What you see.** `generate` or `torch.multinomial` raises ``probability tensor contains either `inf`, `nan` or
-# element < 0``. Without sampling, the text repeats one token, such as `!!!!`.
+# element < 0``. Without sampling, the text often repeats one token, such as `!!!!`.
 #
 # **The smallest program that does it.** We sample from logits that overflow in fp16.
 

@@ -503,8 +503,8 @@ print(message[message.index(refused) :].partition(" Please")[0])
 
 # %% [markdown]
 # **Why.** The checkpoint contains the scaler object instead of its `state_dict()`. From PyTorch 2.6 on,
-# `torch.load` reads only tensors, numbers, strings and containers by default, because loading other
-# objects can run code.
+# `torch.load` by default reads only a few types, such as tensors, numbers, strings and containers, because
+# loading other objects can run code.
 #
 # **The fix.** Save `scaler.state_dict()`, and load it with `scaler.load_state_dict`. Load your old file
 # once with `weights_only=False`, and save it again with `scaler.state_dict()`.

@@ -523,8 +523,8 @@ assert "Unexpected floating ScalarType in at::autocast::prioritize" in messages[
 # %% [markdown]
 # **Why.** An op gets one fp16 tensor and one bf16 tensor. Usually the weights were loaded in one of these
 # dtypes, but the input, the autocast block or a quantized layer uses the other dtype. If the weights are in
-# fp32, the cause is a bf16 autocast block inside an fp16 block, or the reverse. Nested blocks share a cache
-# of cast weights.
+# fp32, look for a bf16 autocast block inside an fp16 block, or the reverse: nested blocks share a cache of
+# cast weights.
 #
 # The cache keeps the 16-bit copy of an fp32 weight until the outermost block ends, if the weight requires a
 # gradient. The cache does not check whether this copy has the dtype of the current block. So in our program,

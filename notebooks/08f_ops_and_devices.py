@@ -78,8 +78,8 @@ if torch.cuda.is_available():  # the real thing
         assert message in message_of(lambda: nn.BCELoss()(p, p))
 
 # %% [markdown]
-# **Why.** The gradient of this loss for a probability p is 1/p. For a small p, this gradient exceeds 65504.
-# Autocast therefore refuses the loss on a GPU, even if the inputs of the loss are fp32.
+# **Why.** For a target of 1 and a probability p, the gradient of this loss is -1/p. For a small p, its size
+# exceeds 65504. Autocast therefore refuses the loss on a GPU, even if the inputs of the loss are fp32.
 #
 # A cast to fp32 inside the loss would not help: if p is fp16, its gradient has to be fp16 too. This is the
 # reason that [PyTorch's documents](https://docs.pytorch.org/docs/stable/amp.html) give.
@@ -445,7 +445,7 @@ if torch.cuda.is_available():
 
 # %% [markdown]
 # **Why.** On CUDA, autocast does not cast the input of an FFT, so the FFT gets the 16-bit output of the
-# layer before. cuFFT has 16-bit kernels only for sizes that are powers of two. A CPU has no 16-bit FFT
+# layer before. cuFFT has fp16 kernels only for sizes that are powers of two. A CPU has no 16-bit FFT
 # kernels. <!-- tests/notebooks/test_08f_ops_and_devices.py -->
 #
 # `torch.stft` calls the same kernels. On a CPU it says `MKL FFT doesn't support tensors of type: Half`, or
@@ -632,8 +632,8 @@ print(message_of(lambda: xray(FlashOnly(), tokens, dtype=torch.float32)).split("
 # model, for example in evaluation, runs outside autocast.
 #
 # **The fix.** Run the call under autocast, or cast q, k and v to fp16 or bf16. If you need fp32, or the GPU
-# is older than Ampere, also allow `SDPBackend.MATH`, which supports every
-# call. <!-- tests/tracing/test_kernel_limits.py -->
+# is older than Ampere, also allow `SDPBackend.MATH`, which has none of these
+# limits. <!-- tests/tracing/test_kernel_limits.py -->
 
 # %%
 assert not xray(FlashOnly(), tokens, dtype=torch.bfloat16).raised

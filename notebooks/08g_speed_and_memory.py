@@ -84,8 +84,8 @@ assert ("CUDA is not available" in warned) is not torch.cuda.is_available()
 assert "In CPU autocast, but the target dtype is not supported." in wrong_dtype
 
 # %% [markdown]
-# **Why.** PyTorch sees no GPU, or the dtype of autocast is neither fp16 nor bf16. Autocast and the
-# scaler then switch themselves off with a warning, and training goes on in fp32.
+# **Why.** PyTorch sees no GPU, or the dtype of autocast is neither fp16 nor bf16. Autocast then
+# switches itself off with a warning, and training goes on in fp32. Without a GPU, the scaler does the same.
 #
 # For `"xpu"` and `"mps"` there is no warning if the device is missing. Autocast and the scaler stay
 # enabled, but autocast leaves tensors on the CPU in fp32.
@@ -218,7 +218,7 @@ assert (plain.ops, amp.ops, amp.casts) == (5, 16, 11)
 
 # %% [markdown]
 # **Why.** AMP speeds up large matrix multiplications and convolutions, on hardware with fast 16-bit
-# units. Small layers become slower, because autocast adds a cast for each weight, bias and input. If
+# units. Small layers can become slower, because autocast adds a cast for each weight, bias and input. If
 # the data loader or the CPU is the bottleneck, faster matmuls change nothing.
 #
 # In the program above, 5 ops became 16. Other causes:
@@ -540,7 +540,7 @@ assert torch.cuda.OutOfMemoryError is torch.OutOfMemoryError
 # --input 8,3,224,224 --memory 24GiB` forecasts the largest batch and how much other settings save.
 #
 # The accumulated gradients equal those of the large batch up to rounding, if the model has no batch
-# normalisation. ([More on the forecast](../docs/your_model.md#does-training-fit-into-memory).)
+# normalisation and no dropout. ([More on the forecast](../docs/your_model.md#does-training-fit-into-memory).)
 #
 # **Not this.** `torch.cuda.empty_cache()` in each step makes the step slower and gives your process no
 # more memory, because PyTorch [already reuses what it has
@@ -640,7 +640,8 @@ with torch.inference_mode():
 assert wide.eval()(torch.ones(1, 512)).requires_grad
 
 # %% [markdown]
-# **Notice it earlier.** Print `torch.cuda.memory_allocated()` after each step. The number has to stay the same.
+# **Notice it earlier.** Print `torch.cuda.memory_allocated()` after each step. For inputs of one size, it
+# should not grow.
 
 # %% [markdown]
 # ## Further reading

@@ -205,8 +205,8 @@ for dtype in (torch.bfloat16, torch.float16):
 # **Why.** For an LSTM with an fp32 input, torch chooses the kernel of oneDNN, its library for CPUs. Then
 # autocast casts the tensors to 16 bits, but oneDNN may have no 16-bit LSTM for your CPU.
 #
-# On x86, oneDNN has a bf16 LSTM only for CPUs with AVX-512, and no LSTM that trains in fp16 ([measured
-# on one CPU](../data/results/cpu-ops-xeon-2-cores.json)). <!-- tests/core/test_cpu.py -->
+# On x86, oneDNN has a bf16 LSTM only for CPUs with AVX-512. It had no LSTM that trains in fp16 on [the CPU
+# that we measured](../data/results/cpu-ops-xeon-2-cores.json). <!-- tests/core/test_cpu.py -->
 #
 # **The fix.** Run the layer in fp32: open `torch.autocast("cpu", enabled=False)` around it, and cast its
 # input with `.float()`.

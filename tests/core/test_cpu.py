@@ -90,7 +90,7 @@ def test_other_recurrent_layers_run_on_every_cpu(kind, dtype):
 @pytest.mark.parametrize("remedy", ["fp32", "without oneDNN"])
 @pytest.mark.parametrize(("kernel", "height"), [(3, 1), (3, 4), (5, 2), (7, 4)])
 def test_taps_that_see_only_padding_get_no_gradient(kernel, height, remedy):
-    """The remedies of docs/hardware.md: oneDNN's bf16 kernel for AVX-512 leaves these unwritten."""
+    """AMP0089 and docs/hardware.md: oneDNN leaves these unwritten in bf16 on AVX-512."""
     dtype = torch.float32 if remedy == "fp32" else torch.bfloat16
     layer = nn.Conv2d(32, 32, kernel, stride=2, padding=kernel // 2, dtype=dtype)
     images = torch.randn(2, 32, height, 1, dtype=dtype)

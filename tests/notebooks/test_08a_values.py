@@ -264,3 +264,11 @@ def test_a_sum_in_fp16_overflows_where_a_mean_does_not():
     assert torch.full((70_000,), 1.0).half().log().add(1).sum().isinf()
     with cuda_rules():
         assert torch.ones(2, device="cuda").half().sum().dtype is torch.float32
+
+
+def test_a_tensor_without_dimensions_keeps_the_result_in_fp16():
+    """AMP0206."""
+    low, large = torch.ones(2).half(), torch.tensor(65536.0)
+    assert (low * large).dtype is torch.float16
+    assert (low * large).isinf().all()
+    assert (low.float() * large).tolist() == [65536, 65536]

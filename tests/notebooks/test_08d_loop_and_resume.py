@@ -373,3 +373,13 @@ def test_the_default_scale_makes_the_gradients_of_a_sum_infinite(init_scale):
     assert finite[-1]
     assert a.isfinite().all()
     assert (a < 0.5).all()
+
+
+def test_a_loop_that_assigns_to_its_variable_changes_no_parameter():
+    """AMP0093."""
+    model = nn.Linear(2, 2).bfloat16()
+    for p in model.parameters():
+        p = p.float()
+        assert p.dtype is torch.float32
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert {p.dtype for p in model.float().parameters()} == {torch.float32}

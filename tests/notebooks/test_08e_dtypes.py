@@ -429,3 +429,14 @@ def test_cast_inputs_needs_an_output_in_that_dtype(output):
     else:
         with pytest.raises(RuntimeError, match="same dtype"):
             result.sum().backward()
+
+
+def test_a_mask_may_be_boolean_fp32_or_have_the_dtype_of_the_query():
+    """AMP0081: in the versions of torch that we support."""
+    query, ones = torch.ones(1, 2, 4).bfloat16(), torch.ones(2, 2)
+    for mask in (ones.bool(), ones.long().bool(), ones, ones.to(query.dtype)):
+        output = F.scaled_dot_product_attention(query, query, query, attn_mask=mask)
+        assert output.dtype is BF16
+    for mask in (ones.long(), ones.double(), ones.half()):
+        with pytest.raises(RuntimeError, match="Expected attn_mask dtype"):
+            F.scaled_dot_product_attention(query, query, query, attn_mask=mask)

@@ -230,6 +230,11 @@ def test_a_gradient_of_another_dtype_cannot_be_assigned():
     message = message_of(lambda: setattr(weight, "grad", torch.ones(2).bfloat16()))
     assert code_of(f"RuntimeError: {message}") == "AMP0159"
     weight.grad = torch.ones(2).bfloat16().to(weight.dtype)
+    low = nn.Parameter(torch.ones(2).bfloat16())
+    assert message_of(lambda: setattr(low, "grad", torch.ones(2)))
+    low.grad_dtype = torch.float32
+    low.grad = torch.ones(2)
+    assert low.grad.dtype is torch.float32
 
 
 def test_sync_batch_norm_is_refused_on_a_cpu(group_of_one):
