@@ -14,10 +14,10 @@
 # become on your device. Then you time each rung and compare it with that limit.
 #
 # **What you'll learn.**
-# - how to compute the least time of a step from its FLOPs and bytes;
+# - how to compute a limit for the time of a step from its FLOPs;
 # - what each rung changes: precision, memory format, optimizer or compiler;
-# - how close the step comes to the roofline of your device;
-# - when AMP makes a step slower, and from which size on it makes a step faster.
+# - why a step takes longer than its limit;
+# - when AMP makes a step slower, and from which size on AMP makes a step faster.
 #
 # **What you need.** [Notebook 04](04_fp32_vs_amp.ipynb) for the training step and for how to measure. On
 # a CPU, `torch.compile` needs a C++ compiler.
@@ -43,7 +43,8 @@ figures.use_style()
 #
 # An op computes and moves data. Take a device that computes 200 GFLOP/s (200 billion floating-point
 # operations a second) and moves 30 GB/s. It runs a matmul and a ReLU, both on fp32 matrices of 1024 x
-# 1024. Before you run this: which of the two becomes faster on hardware that computes twice as fast?
+# 1024. Before you run this: which of the two becomes faster on a device that computes twice as fast, but
+# moves data no faster?
 
 # %%
 side = 1024
@@ -57,19 +58,18 @@ for name, operations, numbers in (
 
 # %% [markdown]
 # The matmul becomes faster, because it computes for most of its time. The ReLU hardly becomes faster,
-# because it waits for its data. A 16-bit precision helps both ops: the matmul becomes faster on hardware
-# that supports this precision, and the bytes are halved.
+# because it waits for its data. A 16-bit precision helps both ops. The matmul computes faster, if the
+# hardware supports the precision. The ReLU waits less, because it moves half the bytes.
 #
 # ## The settings
 #
-# After a start in FP32, all rungs use the 16-bit precision that `amp-lab doctor` recommends for this
-# device ([fp16 on a T4](../docs/hardware.md#t4-v100-and-rtx-20)). If `doctor` recommends none, they use
-# bf16.
+# The plain step runs in FP32. All other steps use the 16-bit precision that `amp-lab doctor` recommends
+# for this device. If `doctor` recommends none, they use bf16.
 #
-# On Linux, we also call `keep_memory()`. Without this call, the C library returns large freed blocks [to
-# the operating system](https://man7.org/linux/man-pages/man3/mallopt.3.html), so each large CPU tensor
-# needs new pages, which costs time. FP32 has larger tensors and loses more time, so AMP's speed-up would
-# look too large. On other systems the call does nothing. <!-- tests/core/test_allocator.py -->
+# On a Linux CPU, we also call `keep_memory()`. Without this call, the C library returns the memory of large
+# freed tensors [to the operating system](https://man7.org/linux/man-pages/man3/mallopt.3.html), and getting
+# it back costs time. FP32 has larger tensors and loses more time, so AMP's speed-up would look too large.
+# <!-- tests/core/test_allocator.py -->
 
 # %% tags=["nbval-ignore-output"]
 config = {
@@ -90,8 +90,7 @@ assert low.dtype.itemsize == 2
 #
 # A device has a peak rate for computing and a peak rate for moving data. We measure the computing rate
 # with a large matmul in each precision, and the data rate with copies and sums of large tensors. If
-# another program uses the machine meanwhile, `limits.trusted` is false, and the cells below skip the
-# checks that need these rates.
+# another program disturbs the measurement, `limits.trusted` is false.
 
 # %% tags=["nbval-ignore-output"]
 limits = measure_ceilings(device)
@@ -103,16 +102,17 @@ if not limits.trusted:
 assert not limits.trusted or limits.memory_bytes_per_s > 1e8  # a disk is faster
 
 # %% [markdown]
-# The speed-up of bf16 over fp32 depends on the CPU. A CPU without fp16 instructions emulates fp16, which
-# is very slow. [The gallery](../data/results/README.md#the-gallery) lists measured rates of several CPUs.
+# The CPU of this run has instructions for bf16, but none for fp16. PyTorch emulates fp16, so fp16 is very
+# slow.
 #
 # ## The work: what must a step do?
 #
-# We count the FLOPs of one step. The ConvModel learns a picture from the coordinates of its pixels. For
-# every pixel, each of its 1x1 convolutions multiplies a vector by a matrix of weights. This takes 2 FLOPs
-# for each weight: one multiplication and one addition. The backward pass repeats this work twice, for the
-# gradient of the weights and for the gradient of the input. The first convolution needs no gradient of
-# its input.
+# We count the FLOPs of one step. The network is the one of notebook 04. For every pixel, each of its four
+# convolutions multiplies a vector by a matrix of weights. This takes 2 FLOPs for each weight: one
+# multiplication and one addition.
+#
+# The backward pass of a convolution has two such matmuls, for the gradient of the weights and for the
+# gradient of the input. Only the first convolution needs no gradient of its input.
 
 # %% tags=["nbval-ignore-output"]
 inputs, target = quantized_sine(config["size"], device)  # (1, 2, H, W), (1, 1, H, W)
@@ -125,7 +125,7 @@ assert 0.98 < 12 * pixels * hidden**2 / flops <= 1  # nearly all in the two midd
 # %% [markdown]
 # ## Predict the speed-up
 #
-# The *limit* of the step is the time that these matmuls alone take at the measured rate:
+# The *limit* of the step is the time that its matmuls alone would take at the measured rate:
 
 # %% tags=["nbval-ignore-output"]
 floor_ms = {p: 1e3 * flops / limits.flops_per_s[p] for p in ("fp32", low, "bf16")}
@@ -138,14 +138,11 @@ if limits.trusted and low == recommended:
 
 
 # %% [markdown]
-# Before you go on, write down which speed-up you expect from AMP alone.
-#
 # ## Climb
 #
 # Each rung is a function that does one step and returns the loss. Before we time a rung, `add` checks that
-# training still works: the losses of the first five steps must be close to those of FP32. `float32_mode`
-# turns TF32 off for FP32, because an NVIDIA GPU may use TF32 by default.
-# <!-- tests/core/test_precision.py -->
+# training still works: the losses of the first five steps must be close to those of FP32. As in notebook
+# 04, `float32_mode` turns TF32 off for FP32. <!-- tests/core/test_precision.py -->
 
 # %%
 rungs, losses = {}, {}
@@ -163,7 +160,7 @@ def add(name, precision, step):
 
 
 # %% [markdown]
-# **The start: FP32.** The plain rung reads the loss after every step, like a loop that prints the loss.
+# **The start: FP32.** The plain step reads the loss every time, like a loop that prints the loss.
 
 
 # %%
@@ -192,8 +189,8 @@ assert add("plain", Precision.FP32, plain_step(inputs, target)) == 0
 assert losses["plain"][-1] < losses["plain"][0]  # it learns
 
 # %% [markdown]
-# **Rung 1: AMP.** We run the forward pass under autocast and, in fp16, use a gradient scaler. Each rung
-# keeps the changes of the rungs before it, so later rungs pass another model or optimizer to `amp_step`.
+# **Rung 1: AMP.** We run the forward pass under autocast and, in fp16, use a gradient scaler. Each later
+# rung keeps this change: it calls `amp_step` too, but passes another model or optimizer.
 
 
 # %%
@@ -251,7 +248,8 @@ assert add("fused Adam, no waiting", low, step) > 0
 # %% [markdown]
 # **Rung 4: torch.compile.** Convolution, normalisation and ReLU each read their input from memory and
 # write their output to memory. The compiler [merges elementwise
-# ops](https://docs.pytorch.org/docs/stable/torch.compiler_get_started.html) into a few kernels.
+# ops](https://docs.pytorch.org/docs/stable/torch.compiler_get_started.html) into a few kernels, so less
+# data moves.
 
 # %% tags=["nbval-ignore-output"]
 model, optimizer = new_fused_model()
@@ -262,9 +260,8 @@ print(f"relative difference from FP32 in the losses of five steps: {difference:.
 assert difference > 0
 
 # %% [markdown]
-# Now we time all rungs. `compare` runs them in turns, so a slowdown of the machine affects all of them. It
-# gives each speed-up with an interval, and leaves out the rounds in which another program used the machine.
-# <!-- tests/core/test_timing.py --> Which rung do you expect to bring the largest gain?
+# Now we time all rungs with `compare`, as in notebook 04. Which rung do you expect to bring the largest
+# gain?
 
 
 # %% tags=["nbval-ignore-output"]
@@ -290,26 +287,32 @@ for remark in climbed.remarks():
 assert list(climbed.samples_s) == list(rungs)  # every rung was timed
 
 # %% [markdown]
-# Each line shows the time of a step, its share of the peak FLOP/s, and its speed-up over the plain step.
-# In the figure, the black mark is the limit: the time of the matmuls alone.
+# Each line shows the time of a step, a percentage, and the speed-up over the plain step with its interval.
+# The percentage is the limit divided by the time. A step at 100 % would take only the time of its matmuls.
+# In the figure, the black mark is the limit.
 
 # %% tags=["nbval-ignore-output"]
 _ = figures.speed_ladder({f"ConvModel, {config['size']}x{config['size']} pixels": bars})
 
 # %% [markdown]
-# On the CPU of this run, AMP alone (rung 1) reaches only part of the expected speed-up. Channels
-# last (rung 2) changes only two lines and brings the step much closer to the limit. The likely reason is
-# that rung 1 copies data: its tensors have another layout than the [channels-last
-# kernel](https://docs.pytorch.org/tutorials/intermediate/memory_format_tutorial.html) of the convolution,
-# so this kernel first reorders each of them. Rungs 3 and 4 change little here. As a rule of thumb,
-# a GPU gains more from them, because each small kernel and each wait [costs it
-# time](https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html).
+# On the CPU of this run, AMP alone (rung 1) reaches only part of the expected speed-up. Channels last
+# (rung 2) changes two lines and brings the step much closer to the limit. The likely reason is that rung 1
+# copies data. Its convolutions run in a [channels-last
+# kernel](https://docs.pytorch.org/tutorials/intermediate/memory_format_tutorial.html), but its tensors
+# have the default layout, so each tensor is reordered first.
+#
+# From rung 2 on, the speed-up is even larger than expected, because it is not the gain of AMP alone.
+# Channels last would also make the FP32 step faster, as [`advise` measures
+# below](#Let-advise-try-the-changes-(optional)).
+#
+# Rungs 3 and 4 change little here. As a rule of thumb, they gain more on a GPU, where each small kernel
+# and each wait [costs time](https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html).
 #
 # ## Explain: count the bytes too
 #
-# Normalisation, ReLU and their gradients compute very little, but each of them reads and writes all
-# pixels, like the ReLU above. `count_step` adds up the FLOPs of a step, and the bytes that its ops read
-# and write. <!-- tests/bench/test_limits.py -->
+# The steps take longer than the limit, because the limit counts only matmuls. Normalisation, ReLU and their gradients
+# compute very little, but each of them reads and writes all pixels. `count_step` adds up the FLOPs of a
+# step, and the bytes that its ops read and write. <!-- tests/bench/test_limits.py -->
 
 # %% tags=["nbval-ignore-output"]
 steps = {"plain": plain_step(inputs, target), "AMP": amp_step(*new_model(), inputs, target)}
@@ -326,7 +329,8 @@ assert moved_bytes["AMP"] < moved_bytes["plain"]
 # Autocast makes the activations and their gradients half as large, so AMP moves about half the bytes.
 #
 # The **roofline** shows the limits of computing and of moving data in one figure. The horizontal axis is
-# the number of FLOPs for each byte moved. The vertical axis is the FLOP/s reached. Under the slope, moving
+# the number of FLOPs for each byte moved. The vertical axis is the FLOP/s reached. Each line is the highest
+# rate possible, if the device computes and moves data at the same time. Under the slope of a line, moving
 # the data takes longer than computing. Under the flat part, computing takes longer.
 
 # %% tags=["nbval-ignore-output"]
@@ -339,13 +343,14 @@ assert points[0][2] < points[1][2]  # AMP computes more for each byte
 _ = figures.roofline(roofs, limits.memory_bytes_per_s, points)
 
 # %% [markdown]
-# AMP's point lies to the right of the FP32 point, because AMP moves fewer bytes. A faster precision raises
-# the flat part but not the slope, so a step under the slope becomes faster only if it moves fewer bytes. In
-# our step, the ops run one after the other: the matmuls compute, and then the other ops move data. So the
-# two times add up, and the points lie below the line of their precision.
+# A point has the colour of its line. AMP's point lies to the right of the FP32 point, because AMP moves
+# fewer bytes for the same FLOPs.
 #
-# The whole ladder can still gain more than the matmuls alone, because rung 2 is not a change of the
-# precision: it would also make the FP32 step faster.
+# Both points lie below their line, because our step does not compute and move data at the same time. Its
+# ops run one after the other: a matmul computes, and then the next op moves data. So the two times add up.
+#
+# A faster precision raises the flat part of the line, but not the slope. If your step lies under the
+# slope, it becomes faster only if it moves fewer bytes.
 #
 # ## Where AMP loses
 #
@@ -353,9 +358,10 @@ _ = figures.roofline(roofs, limits.memory_bytes_per_s, points)
 #
 # - **No matmuls.** Autocast runs only [some
 #   ops](https://docs.pytorch.org/docs/stable/amp.html#autocast-op-reference) in the low precision, mainly
-#   matmuls and convolutions.
-# - **Many small ops.** Under autocast, each small matmul also needs casts.
-# - **A precision that the hardware emulates**, such as fp16 on [some CPUs](../docs/hardware.md).
+#   matmuls and convolutions. A model without these ops gains nothing.
+# - **Many small ops.** Under autocast, each matmul also needs casts. In a small matmul, the casts can take
+#   longer than AMP saves.
+# - **A precision that the device emulates**, such as fp16 on [some CPUs](../docs/hardware.md).
 #
 # We measure the second case with fifty layers of 32 x 32. Will AMP be faster or slower? On a GPU, such a
 # network mostly waits for the CPU, in fp32 and under AMP [*(not yet seen on a
@@ -380,8 +386,8 @@ print(f"speed-up by AMP for fifty thin layers: {speedup}; {casts} casts for 50 m
 assert casts >= 2 * 50  # weights and biases; the activations between layers stay low
 
 # %% [markdown]
-# Below 1x, AMP is slower. Casting the weight and the bias takes longer than AMP saves in a matmul of this
-# size.
+# Below 1x, AMP is slower. Autocast casts the weight and the bias of every layer, and the input of the first
+# layer. In layers of this size, these casts take longer than AMP saves.
 #
 # ## From which size on does AMP pay?
 #
@@ -409,28 +415,20 @@ for size in config["sizes"]:
 _ = figures.speedup_over_size(config["sizes"], {str(low): by_size})
 
 # %% [markdown]
-# AMP gains more with a larger picture or batch, because calling an op and casting a weight take the same
-# time at every size. AMP is worth it from the first size at which the whole interval lies above 1 and stays
-# above 1 for all larger sizes.
+# AMP gains more with a larger picture, because calling an op and casting a weight take the same time at
+# every size. AMP pays from the first size at which the whole interval lies above 1, if the intervals of all
+# larger sizes lie above 1 too.
 #
-# So one network on one machine has many speed-ups. Before you compare two speed-ups, check that nothing in
-# the first column differs:
+# So one network has many speed-ups on one machine. They also differ between memory layouts and between
+# [training and inference](04_fp32_vs_amp.ipynb#Time-of-a-training-step). Other networks have other [kinds
+# of layers](05_cifar10_mobilenet.ipynb#Find-the-slow-layers), and depthwise or thin layers gain little.
 #
-# | what differs | why the speed-up differs | measured in |
-# |---|---|---|
-# | size of picture and batch | casts and calls take a smaller share of a larger step | the figure above |
-# | memory layout | with channels last, AMP needs no reordering copies | [Climb](#Climb) |
-# | training or inference | a training step also updates the weights in FP32 | [04](04_fp32_vs_amp.ipynb#Time-of-a-training-step) |
-# | kinds of layers | depthwise and thin layers have little work for each cast | [05](05_cifar10_mobilenet.ipynb#Find-the-slow-layers) |
+# ## Let advise try the changes (optional)
 #
-# ## Let advise try the changes
-#
-# `advise` (on the command line `amp-lab advise`) tries combinations of these changes, called *recipes*,
-# on a copy of your model. It forecasts the memory in each precision and trains for some steps. It
-# compares losses and gradients with those of FP32, measures the time of each recipe that passes, and
-# prints the lines of code to write. <!-- tests/advisor/test_advise.py -->
-#
-# Here we pass a small ConvModel and set a short time limit.
+# `advise` (on the command line `amp-lab advise`) tries combinations of these changes, called *recipes*, on
+# a copy of your model. In each recipe, it trains for some steps and compares losses and gradients with
+# those of FP32. It times the recipes that pass, and prints the code of the best one.
+# <!-- tests/advisor/test_advise.py --> Here we pass a small ConvModel and set a short time limit.
 
 # %% tags=["nbval-ignore-output"]
 small, wanted = quantized_sine(64, device)
@@ -448,19 +446,23 @@ assert all(candidate.verdict for candidate in advice.candidates)
 advice
 
 # %% [markdown]
-# Read the last column first: one recipe for training and one for inference are *recommended*. For the
-# other recipes, this column says why `advise` did not choose them. `slower` means slower than the
-# recommended recipe. `gain too small` means a more complicated recipe that saves [less than 3
-# %](../src/amp_lab/advisor/session.py) of the time. For training, `advise` recommends only a recipe whose
-# loss fell about as far as that of FP32 (`learns 100%`). <!-- tests/advisor/test_advise.py -->
+# Read the last column first. One recipe for training and one for inference are *recommended*. For each
+# other recipe, the column says why `advise` did not choose it:
+#
+# - `slower`: slower than the recommended recipe.
+# - `gain too small`: more complicated than the recommended recipe, and about as fast.
+# - `unlike fp32`, `emulated`, `not tried`: the list below the table gives the reason.
+#
+# `learns 100%` means that the loss fell as far as in FP32. `peak` is a forecast of the memory, and `batch`
+# is the largest batch that should fit. <!-- tests/advisor/test_advise.py -->
 
 # %% [markdown]
 # ## Summary
 #
-# - Count first. The FLOPs divided by the measured FLOP/s give the least time of a step. The bytes and the
-#   measured bandwidth help to explain why a step takes longer.
+# - Count first. The FLOPs of the matmuls divided by the measured FLOP/s give a limit for the time of a
+#   step. The bytes help to explain why a step takes longer.
 # - A 16-bit precision makes matmuls faster on hardware that supports it. It also halves most of the bytes
-#   that the other ops move, and this often matters more.
+#   that the other ops move.
 # - Channels last, a fused optimizer, not reading the loss and `torch.compile` take a line or two each.
 #   Each helps on some devices and not on others, so time them on yours.
 # - AMP gains nothing without matmuls. AMP makes a step slower if the step has many small ops, or if the
