@@ -409,7 +409,7 @@ assert all(table[name][1] == predicted for name, predicted in here.items())
 # Each field shows the dtype that an op returns on a backend for an input in low precision. Dark fields are
 # fp32. (`cuda` also stands for [AMD's GPUs](https://docs.pytorch.org/docs/stable/notes/hip.html).)
 #
-# - From `linear` to `add fp32`, all backends follow the same policy.
+# - From `linear` to `add fp32`, all backends follow the same policy. <!-- tests/notebooks/test_02_autocast_dtypes.py -->
 # - From `sum` to `layer_norm`, the CPU stays in low precision where CUDA goes to fp32.
 # - `mean` stays in low precision on CUDA, unlike `sum`. `batch_norm` goes to fp32 only on MPS.
 # - `binary_cross_entropy` is an error on CUDA and XPU: use `binary_cross_entropy_with_logits` ([notebook

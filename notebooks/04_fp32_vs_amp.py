@@ -407,7 +407,7 @@ assert device.type != "cpu" or not hidden.is_above(1.1)
 # on your device, the clock that does not wait reports a speed-up where there is none, because both clocks
 # time the same step [*(not yet seen on a GPU)*](../data/results/README.md "clock-too-early"). (We
 # time FP32, because with fp16 the scaler [usually
-# waits](03_grad_scaler_step_by_step.ipynb#An-overflow:-the-step-is-skipped,-the-scale-halves) for the
+# waits](03_grad_scaler_step_by_step.ipynb#What-a-scaler-costs) for the
 # device in every step anyway.)
 #
 # ## Summary

@@ -361,10 +361,10 @@ assert off < 2**-8  # the rounding of the result to bf16
 #
 # ## Sums in 14 bits (optional)
 #
-# Our simulation adds the products in fp32. A Hopper or Ada GPU adds FP8 products in [about 14
+# Our simulation adds the products in fp32. A Hopper GPU adds FP8 products in [about 14
 # bits](https://arxiv.org/abs/2412.19437), unless the kernel moves partial sums to fp32. With its argument
-# `use_fast_accum=True`, PyTorch's FP8 matmul skips these moves. torchao passes `True` in the forward
-# matmul. `hopper_matmul` adds as an H100 does, bit for bit. <!-- tests/formats/test_hopper_sums.py -->
+# `use_fast_accum=True`, PyTorch's FP8 matmul skips these moves. torchao passes `True` [in the forward
+# matmul](https://github.com/pytorch/ao/blob/main/torchao/float8/config.py). `hopper_matmul` adds as an H100 does, bit for bit. <!-- tests/formats/test_hopper_sums.py -->
 #
 # We sum 4096 products, first of values with both signs, then of their magnitudes. Before you run this:
 # in which case does a sum in 14 bits lose more accuracy?

@@ -364,7 +364,7 @@ assert set(rows["model.to(bfloat16)"]) == {"bfloat16"}
 # | Keras `bfloat16` | bf16 | bf16 | bf16 | bf16 | bf16 |
 #
 # accelerate and Fabric wrap the model, so call the model that they return:
-# `model, optimizer = fabric.setup(model, optimizer)`. The wrapper always returns *fp32*. To get 16-bit outputs from
+# `model, optimizer = fabric.setup(model, optimizer)`. In the table, this model returns *fp32*. To get 16-bit outputs from
 # accelerate after training, call `accelerator.unwrap_model(model, keep_fp32_wrapper=False)`. It returns
 # your model without the conversion to fp32 and without autocast, so call this model inside `with
 # accelerator.autocast():`. On a CPU, two settings

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from course.autocast_rules import OpLog
+from course.autocast_rules import OPS, OpLog, outcome, policy_of
 
 BF16 = torch.bfloat16
 
@@ -116,3 +116,14 @@ def test_promote_helps_an_op_that_refuses_mixed_inputs():
     assert dtype_of(copy_row, wide, wide.to(BF16)) is torch.float32
     assert dtype_of(copy_row, wide.to(BF16), wide.to(BF16)) is BF16
     assert torch.cat([wide, wide.to(BF16)]).dtype is torch.float32  # by itself
+
+
+def test_all_backends_have_the_same_policy_from_linear_to_add_fp32():
+    names = list(OPS)
+    common = names[names.index("linear") : names.index("add fp32") + 1]
+    policies = []
+    for backend in ("cpu", "cuda", "xpu", "mps"):
+        with policy_of(backend) as low:
+            found = {name: outcome(OPS[name], backend, low) for name in common}
+        policies.append({name: dtype == "fp32" for name, dtype in found.items()})
+    assert all(policy == policies[0] for policy in policies)
