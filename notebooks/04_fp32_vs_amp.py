@@ -61,8 +61,8 @@ assert layer.weight.dtype is gradient.dtype is torch.float32
 # %% [markdown]
 # Only the output is in bf16. It takes half the memory, and the matmul that computes it can be [much
 # faster](https://docs.pytorch.org/docs/stable/amp.html) in 16 bits. The weight and its gradient stay in
-# fp32. So we expect AMP to save time and memory, and to reach the same loss. This notebook measures time,
-# memory and loss.
+# fp32. So we expect AMP to save time and memory, and to reach the same loss. This notebook measures all
+# three.
 #
 # ## The problem: a picture, from its coordinates
 #
@@ -182,8 +182,8 @@ assert all(report.rates[precision] for precision in precisions)  # the device ca
 # %% [markdown]
 # ## Do they learn the same?
 #
-# We train with three seeds in each precision. A single run would prove little, because the loss also
-# differs from seed to seed. So we compare the difference between precisions with this spread. Before you
+# The loss differs from seed to seed, so a single run would prove little. We train with three seeds in
+# each precision, and compare the difference between precisions with the spread between seeds. Before you
 # run this: will the loss curve of bf16 lie above that of FP32, below it, or on it?
 
 
@@ -205,8 +205,7 @@ for loss in losses.values():  # (seeds, epochs)
 # the lowest seed to the highest. On two CPU cores the two lines nearly coincide, and the bands overlap nearly
 # everywhere.
 #
-# To put a number on the difference, we average the loss of each run over the last ten epochs. Then we
-# compare the difference between two precisions with the spread between the seeds.
+# To put a number on the difference, we average the loss of each run over the last ten epochs:
 
 # %% tags=["nbval-ignore-output"]
 final = {p: loss[:, -10:].mean(dim=1) for p, loss in losses.items()}  # (seeds,) each
@@ -222,11 +221,10 @@ print(f"the seeds of fp32 differ by up to {(fp32_final.max() - fp32_final.min())
 # Read the numbers of your device in the same way: a difference that is smaller than the spread may be
 # chance.
 #
-# But we have not proved that the difference is zero. In both precisions, a seed starts from the same
-# weights, so you can compare runs in pairs. Many pairs can show a small but steady difference. The third
-# exercise does this.
+# This does not prove that the difference is zero. To find a smaller difference, compare runs in pairs: a
+# seed starts from the same weights in both precisions. The third exercise does this.
 #
-# To see whether this loss is low enough, we let the networks of the first seed draw the picture.
+# Is this loss low enough? To see this, we let the networks of the first seed draw the picture.
 
 
 # %% tags=["nbval-ignore-output"]
@@ -244,24 +242,24 @@ for picture in pictures.values():
     assert close.float().mean() > 0.6
 
 # %% [markdown]
-# The target is on the left, and the picture of each precision is next to it. Every diamond is in its
-# place. All networks blur the edges.
+# The target is on the left, and the picture of each precision is next to it. All networks draw the diamonds
+# in the right places, but blur their edges.
 #
 # ## Time of a training step
 #
 # Next we measure how long a training step takes. `compare` times functions against each other:
 #
-# - It calls each function once to warm up, and synchronises the device before and after each turn.
-# - In each round, every function has one turn. Every second round runs in reverse order, so a drift of
-#   the machine affects all functions alike.
+# - It first calls each function once to warm up. Then it works in rounds, in which every function has one
+#   turn. Before and after each turn, it waits until the device has finished.
+# - Every second round runs in reverse order, so a drift of the machine affects all functions alike.
 # - It leaves out rounds that another program disturbs. If too few rounds remain, the result says *too
 #   busy to tell*. Then stop the other program and run the cell again.
 # - It computes the speed-up within each round, and reports the median with its 95 % interval in
 #   brackets. <!-- tests/core/test_timing.py -->
 #
-# A measured time can still be wrong. So `is_possible` divides the floating-point operations (FLOP) of the
-# step by the measured time. The resulting rate may be at most 1.5 times the matmul rate that
-# `describe_device` measured, because a convolution may be somewhat faster than that matmul.
+# A measured time can still be wrong. So `is_possible` checks that the time is not too short for the work of
+# the step, which is its number of floating-point operations (FLOP). It divides this number by the time, and
+# compares the resulting rate with the matmul rate that `describe_device` measured.
 # <!-- tests/notebooks/test_04_fp32_vs_amp.py -->
 #
 # Before you run this: how much faster do you expect the step to be in 16 bits?
@@ -277,9 +275,9 @@ fastest = training.ratio(Precision.FP32, precisions[-1])
 assert device.type == "cpu" or not fastest.is_below(1)
 
 # %% [markdown]
-# Each line shows the time of a step. All lines but the first also show the speed-up over FP32, with its
-# interval. AMP is faster if the interval lies above 1x, as on the two CPU cores used here. It is slower
-# if the interval lies below 1x. If the interval contains 1x, this measurement cannot tell.
+# Each line shows the time of a step and the speed-up over FP32, with its interval. AMP is faster if the
+# interval lies above 1x, and slower if it lies below 1x. If the interval contains 1x, this measurement
+# cannot tell. Here AMP is faster: the CPU of this run has instructions for bf16.
 #
 # Inference runs only the forward pass, so it needs autocast but no scaler. Will inference gain more than
 # training, or less?
@@ -301,8 +299,8 @@ assert inference_flops < 0.5 * training_flops  # the backward pass is most of a 
 # Most of the memory of *this* step holds tensors that autograd saves for the backward pass.
 # `saved_bytes` measures their size on any device, with [hooks that see each saved
 # tensor](https://docs.pytorch.org/tutorials/intermediate/autograd_saved_tensors_hooks_tutorial.html). On
-# a GPU for which PyTorch's allocator keeps statistics, `measure` also reads the peak of the whole step.
-# <!-- tests/core/test_timing.py -->
+# a GPU, `measure` also reads the peak of the memory in the whole step, if PyTorch's allocator keeps
+# statistics there. <!-- tests/core/test_timing.py -->
 
 # %% tags=["nbval-ignore-output"]
 saved_mib, peak_mib = {}, {}
@@ -330,16 +328,17 @@ _ = figures.time_and_memory(
 # time. If the machine was too busy to tell, the time bars are grey. <!-- tests/plots/test_plots.py -->
 #
 # With bf16, autograd saves about half the bytes, because nearly all saved tensors are activations in bf16.
-# (On Apple's MPS it saves more, because autocast runs batch normalisation in fp32 there, as notebook 02
-# shows.) The peak also includes the weights, their gradients and Adam's state, which stay in fp32.
-# [Notebook 06](06_caltech256_resnet50.ipynb#Count-the-memory-of-a-step) counts all of them.
+# (On Apple's MPS it saves more bytes, because autocast runs batch normalisation in fp32 there.)
+#
+# The peak also includes the weights, their gradients and Adam's state. All of these stay in fp32, so the
+# peak shrinks less. [Notebook 06](06_caltech256_resnet50.ipynb#Count-the-memory-of-a-step) counts them.
 #
 # ## How not to measure
 #
 # We took the problem from an
-# [article](https://rocm.blogs.amd.com/artificial-intelligence/automatic-mixed-precision/README.html). It
-# makes four common mistakes in its measurements. We print the times and memories that it reports for
-# FP32 and AMP, from an unnamed AMD GPU. The article calls the gain in training a speed-up of 46 %.
+# [article](https://rocm.blogs.amd.com/artificial-intelligence/automatic-mixed-precision/README.html). Its
+# measurements contain four common mistakes. We print the times and the memory that it reports, from an
+# unnamed AMD GPU. The article calls the gain in training a speed-up of 46 %.
 
 # %%
 article = {"training": (13.98, 7.50, 2061, 1035), "inference": (4.24, 2.87, 3338, 1676)}
@@ -350,13 +349,15 @@ for task, (fp32_s, amp_s, fp32_mb, amp_mb) in article.items():
 
 # %% [markdown]
 # *Less time* and *speed-up* are different numbers: 46.4 % less time is a speed-up of 1.86x. So always say
-# which of the two you mean. But there is a second problem in these numbers. Before you read on: how can
-# inference need more memory than training?
+# which of the two you mean.
+#
+# The memory is odd too: inference needs more than training. Before you read on: how is this possible?
 #
 # **The article kept activations that it did not need.** Its inference ran without `no_grad`, so each pass
-# stored its activations for a backward pass. In the loop `outputs = model(inputs)`, the old `outputs` keep
-# their graph alive until the new ones exist, so two graphs exist at once. Two graphs take as much memory
-# as the article reports. Without a graph, inference needs less than a third of the memory of training.
+# stored a graph with its activations for a backward pass. In the loop `outputs = model(inputs)`, the old
+# `outputs` keep their graph alive until the new ones exist, so two graphs exist at once. Two graphs take as
+# much memory as the article reports. Without a graph, inference needs less than a third of the memory of
+# training.
 # <!-- tests/notebooks/test_04_fp32_vs_amp.py -->
 #
 # **The article counted the first step.** The first step can be slow, for example because it [loads a
@@ -367,9 +368,10 @@ for task, (fp32_s, amp_s, fp32_mb, amp_mb) in article.items():
 # run of each cannot tell whether this is an effect or chance.
 #
 # **The article stopped the clock too early.** A call that starts work on a GPU returns before the work is
-# done. If you read the clock without synchronising first, you time how fast the CPU queues work. `compare`
-# always waits, so we write a clock that waits only if we ask it to. `Rounds` is the part of `compare` that
-# detects other programs.
+# done. If you read the clock without waiting first, you time how fast the CPU queues work.
+#
+# `compare` always waits, so we write a clock that waits only if we ask it to. `Rounds` is the part of
+# `compare` that collects the times of each round, and leaves out disturbed rounds.
 
 
 # %%
