@@ -79,6 +79,13 @@ def test_run_times_each_configuration_against_fp32_eager(toy, undisturbed):
     assert "1.00x" in str(results)
 
 
+def test_a_run_keeps_freed_memory(toy, undisturbed, monkeypatch):
+    calls = []
+    monkeypatch.setattr(runner, "keep_memory", lambda: calls.append("kept") or True)
+    toy()
+    assert calls == ["kept"]
+
+
 def test_settings_choose(toy):
     rows = toy(names=["product"], precisions=["fp16"], rungs=["eager"]).rows
     assert [(row.workload, row.precision) for row in rows] == [

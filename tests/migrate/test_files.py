@@ -49,6 +49,13 @@ def test_without_write_a_diff_is_printed_and_nothing_changes(tmp_path, capsys):
     assert f"{path}:2: rewritten: " in printed
 
 
+def test_the_code_is_never_run(tmp_path):
+    path = tmp_path / "a.py"
+    path.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n{OLD}")
+    assert migrate("--write", path) == 0
+    assert not (tmp_path / "ran").exists()
+
+
 def test_check_exits_1_until_everything_is_done(tmp_path):
     path = tmp_path / "a.py"
     path.write_text(OLD)
