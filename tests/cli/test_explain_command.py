@@ -107,3 +107,18 @@ def test_it_needs_no_torch(tmp_path):
         text=True,
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_it_opens_no_connection():
+    program = (
+        "import socket, sys\n"
+        "def refuse(*_): raise OSError('a connection')\n"
+        "socket.socket.connect = socket.getaddrinfo = refuse\n"
+        "from amp_lab.cli import main\n"
+        "sys.exit(main(sys.argv[1:]))\n"
+    )
+    for text in (MESSAGE, "no faster than fp32"):
+        command = [sys.executable, "-c", program, "explain", text]
+        done = subprocess.run(command, capture_output=True, timeout=60, text=True)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.startswith("AMP0")
