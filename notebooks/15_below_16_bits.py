@@ -595,9 +595,9 @@ exercises.check_block_scales(block_scales)
 #     return (rows.abs().amax(1, keepdim=True) / 6).log2().ceil().exp2()
 # ```
 #
-# NVIDIA's recipe for MXFP8 rounds its scales up in the same way, so no value is clipped. The OCP
-# specification rounds them down (`Format(…, power="floor")`), so the largest values of a block may be
-# clipped.
+# [NVIDIA's recipe for MXFP8](https://arxiv.org/abs/2506.08027) rounds its scales up in the same way, so no
+# value is clipped. The OCP specification rounds them down (`Format(…, power="floor")`), so the largest
+# values of a block may be clipped.
 #
 # </details>
 #
