@@ -54,7 +54,7 @@ assert (query.dtype, rotated.dtype) == (torch.bfloat16, torch.float32)
 
 # %% [markdown]
 # If you add or multiply a bf16 tensor and an fp32 tensor, the result is in fp32. It takes twice the memory
-# of a bf16 tensor, and stays in fp32 until autocast casts it down for the next matmul. The extra precision
+# of a bf16 tensor. It stays in fp32 until autocast casts it down for the next matmul. The extra precision
 # is often useful, but you should know where fp32 appears.
 #
 # ## A small GPT
@@ -83,8 +83,7 @@ print(f"{sum(p.numel() for p in small.parameters()):,} parameters, {len(text):,}
 # ## Where fp32 comes in
 #
 # `xray` shows what autocast does to each module. It runs the model on fake tensors, which have a shape
-# and a dtype but no values. So the device need not be in this machine. We ask about bf16 on a CUDA
-# GPU:
+# and a dtype but no values. So you do not need the device. We ask about bf16 on a CUDA GPU:
 
 
 # %%
@@ -106,15 +105,19 @@ assert dtypes["blocks.0.qkv"] == dtypes["blocks.0.rotate"] == dtypes[""] == torc
 result
 
 # %% [markdown]
-# In the table, *work in* is the dtype of a module's matmuls, *other ops in* is the dtype of its other
-# ops, and *output* is what the module returns. All matmuls run in bf16. Three parts run in fp32:
+# A row such as `blocks.0 … 1.qkv` adds up this module in both blocks, and a row with *itself* leaves out the
+# submodules. *Work* is the share of the FLOPs, *work in* is the dtype of the matmuls, *other ops in* is the
+# dtype of the other ops, and *output* is the dtype that the module returns.
+#
+# All matmuls run in bf16. Three parts run in fp32:
 #
 # - **The residual stream**: the embedding is fp32, and bf16 plus fp32 gives fp32. This costs memory
 #   but helps accuracy: each block adds a small amount, and bf16 would round every sum.
 # - **The norms**: they read the residual stream, which is fp32. (An RMSNorm that reads bf16 returns
 #   fp32 under CUDA's autocast [from torch 2.12 on](https://github.com/pytorch/pytorch/issues/188955),
 #   and bf16 under a CPU's.) <!-- tests/tracing/test_advice.py -->
-# - **The rotations**: their cosines are fp32. The model casts the result with `.to(x.dtype)`.
+# - **The rotations**: their cosines are fp32. The model casts the result back to bf16 with
+#   `.to(x.dtype)`.
 #
 # **The loss** should be fp32 too, but the logits are bf16. On a GPU `cross_entropy` rounds its
 # log-softmax to the dtype of its input, under autocast too ([notebook
@@ -122,17 +125,15 @@ result
 # [transformers](https://github.com/huggingface/transformers/blob/main/src/transformers/loss/loss_utils.py)
 # and `lm.loss_of` do.
 #
-# **If you cast the whole model**, the residual stream is bf16, and the rotations become wrong.
-# `model.to(torch.bfloat16)` also casts buffers, and a Llama model of transformers stores the rates of
-# its angles in a buffer. (An angle is a rate times the position.) Cosines may be bf16, but rates or
-# positions in bf16 make the angles wrong in long texts ([notebook
-# 08](08b_learning.ipynb#Positions-or-counts-are-wrong-beyond-256)).
+# **Do not cast the whole model** with `model.to(torch.bfloat16)`, because this also casts buffers. A Llama
+# model of transformers rotates by angles, each of which is a rate times the position, and stores the rates
+# in a buffer. Cosines may be bf16, but rates or positions in bf16 make the angles wrong in long texts
+# ([notebook 08](08b_learning.ipynb#Positions-or-counts-are-wrong-beyond-256)).
 #
-# So **load** a model in the dtype that you want, and do not cast it afterwards: `from_pretrained(…,
-# dtype=…)` leaves the rates in fp32. For full fine-tuning load it in fp32 and use autocast, because bf16
-# weights can lose small updates ([notebook
-# 19](19_choose_your_precision.ipynb#What-other-frameworks-call-it)). For LoRA (below), load the base in
-# bf16. <!-- tests/notebooks/test_17_language_model.py -->
+# **Load the model in the dtype that you want** instead: `from_pretrained(…, dtype=…)` leaves the rates in
+# fp32. For full fine-tuning, load the model in fp32 and use autocast, because bf16 weights can lose small
+# updates ([notebook 19](19_choose_your_precision.ipynb#What-other-frameworks-call-it)). For LoRA (below),
+# load the base in bf16. <!-- tests/notebooks/test_17_language_model.py -->
 #
 # ### One dtype for q, k and v
 #
@@ -155,11 +156,11 @@ assert message.startswith("Expected query, key, and value to have the same dtype
 # rules](https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/native/transformers/cuda/sdp_utils.cpp)
 # are:
 #
-# - **Flash attention** takes fp16 and bf16 on Ampere and later, but no mask that you pass.
-# - **cuDNN's kernel** takes a mask too, but then its gradients can be NaN [in torch 2.11 and some
-#   later](https://github.com/pytorch/pytorch/issues/196678).
-# - **Otherwise** PyTorch silently uses another kernel, usually a slower one, for example for a model in
-#   fp32 or on a T4.
+# - **Flash attention** supports fp16 and bf16 on Ampere and later, but not the argument `attn_mask`.
+# - **cuDNN's kernel** supports `attn_mask`, but its gradients with a mask can be NaN [in torch 2.11 and
+#   some later versions](https://github.com/pytorch/pytorch/issues/196678).
+# - **Otherwise** PyTorch silently uses another kernel, usually a slower one. This happens, for example, to
+#   a model in fp32 or on a T4.
 #
 # To be sure of a kernel, select it: `with sdpa_kernel(SDPBackend.FLASH_ATTENTION):` raises an error if this
 # kernel cannot run, and warnings say why. <!-- tests/notebooks/test_17_language_model.py -->
@@ -191,8 +192,9 @@ for name, precision in PRECISIONS.items():
 print(f"two seeds in fp32 differ by up to {between_seeds:.2g}")
 
 # %% [markdown]
-# The precision changes the loss far less than the seed does. Compare your own model in the same
-# way: if the precision changes its loss more than the seed does, look for the cause in [notebook
+# The precision changes the loss far less than the seed does. (The line of fp32 compares fp32 with itself.)
+# The quick scale trains for only 60 steps, so train your own model for longer and compare it in the same
+# way. If the precision changes its loss more than the seed does, look for the cause in [notebook
 # 08](08_when_amp_breaks.ipynb).
 #
 # ## The loss over a large vocabulary
@@ -200,10 +202,15 @@ print(f"two seeds in fp32 differ by up to {between_seeds:.2g}")
 # Our vocabulary has one entry for each character that occurs. Llama 3 has [128,256
 # tokens](https://github.com/pytorch/torchtune/blob/main/torchtune/models/llama3/_model_builders.py). With
 # many tokens in a batch, the logits can be the largest tensor of the step. At the peak of the backward
-# pass, four tensors of this size are in memory: the logits in bf16 (the model's output), and three in
-# fp32: the log-softmax, the gradient of the log-softmax, and the gradient of the logits. (The fp32 copy of
-# the logits has been freed by then.) For a batch of 8 x 2048 tokens:
-# <!-- tests/notebooks/test_17_language_model.py -->
+# pass, four tensors of this shape are in memory:
+#
+# - the logits in bf16, which the model returns;
+# - the log-softmax in fp32;
+# - the gradient of the log-softmax in fp32;
+# - the gradient of the logits in fp32.
+#
+# The fp32 copy of the logits has been freed by then. <!-- tests/notebooks/test_17_language_model.py --> We
+# compute the sizes for a batch of 8 x 2048 tokens:
 
 # %%
 values = 8 * 2048 * 128_256
@@ -242,27 +249,28 @@ torch.testing.assert_close(in_chunks, direct, rtol=1e-4, atol=1e-7)
 print(f"fp32 logits: {1024 * 8000 * 4 / 2**20:.1f} MiB, one chunk: {64 * 8000 * 4 / 2**20:.1f} MiB")
 
 # %% [markdown]
-# The 16 chunks need 2 MiB for their logits at a time, instead of 31.2 MiB. No logits are kept between
-# the forward and the backward pass. `checkpoint` needs no change under autocast ([notebook
-# 07](07_training_recipes.ipynb#Checkpoint-activations) has an exception). From torch 2.13 on,
+# The logits of one chunk take 2 MiB instead of 31.2 MiB, and only one chunk has its logits in memory at a
+# time.
+#
+# From torch 2.13 on,
 # [`F.linear_cross_entropy`](https://docs.pytorch.org/docs/2.13/generated/torch.nn.functional.linear_cross_entropy.html)
-# with its argument `options` computes the loss in chunks too. Autocast does not cast its inputs, and
-# for bf16 inputs it returns the loss in bf16. <!-- tests/notebooks/test_17_language_model.py -->
+# with its argument `options` computes the loss in chunks too. Autocast does not cast the inputs of this
+# function, and bf16 inputs give a loss in bf16. <!-- tests/notebooks/test_17_language_model.py -->
 #
 # ## Fine-tune with LoRA
 #
 # LoRA freezes a weight (the *base*). It adds the product of two narrow matrices (the *adapter*) to the
-# weight, and trains only these matrices. Keep
+# weight, and trains only these matrices. Use these dtypes:
 #
-# - the frozen base in **bf16**, because it never changes;
-# - the adapters in **fp32**, because bf16 would lose small updates ([notebook
+# - **bf16 for the frozen base**, because it never changes;
+# - **fp32 for the adapters**, because bf16 would lose small updates ([notebook
 #   16](16_low_precision_state.ipynb)).
 #
-# peft, the LoRA library of Hugging Face, does the same, unless you pass
-# `autocast_adapter_dtype=False`. Under bf16 autocast the adapters' matmuls run in bf16 like all
-# others. Without autocast they run in fp32. We cast the adapter's output to the dtype of the base's output,
-# so that the sum is not fp32:
-# <!-- tests/notebooks/test_17_language_model.py -->
+# peft, the LoRA library of Hugging Face, does the same, unless you pass `autocast_adapter_dtype=False`.
+#
+# Under bf16 autocast, the adapters' matmuls run in bf16 like all others. Without autocast, they run in
+# fp32. Then the adapter's input has to be cast up to fp32, and its output back to the dtype of the base's
+# output: <!-- tests/notebooks/test_17_language_model.py -->
 
 
 # %%
@@ -321,17 +329,19 @@ _, dtypes = xray_on_cuda(copy.deepcopy(adapted).cpu())
 assert dtypes["blocks.0.qkv"] == dtypes["blocks.1"] == torch.bfloat16  # no fp32 came in
 
 # %% [markdown]
-# Casting the base to bf16 hardly changed the loss, and fine-tuning lowered the loss. On a GPU that has
-# fp16 and no fast bf16, keep the base in fp16 and the adapters in fp32, and use fp16 autocast with the
-# scaler. (The scaler [refuses](08_when_amp_breaks.ipynb) adapters in fp16.)
+# Casting the base to bf16 hardly changed the loss, and fine-tuning lowered the loss.
+#
+# On a GPU that has fp16 and no fast bf16, keep the base in fp16 and the adapters in fp32, and use fp16
+# autocast with the scaler. (With adapters in fp16, the scaler [raises an error](08_when_amp_breaks.ipynb).)
 #
 # ### What merging loses
 #
 # Merging adds the update to the weight, so that inference needs no adapter. If you store the sum in
-# bf16, each value is rounded. How much of the update survives depends on its size. We scale our update
-# to four sizes: as large as the weight (by their norms), 100 times smaller, 1000 times smaller, and
-# 10,000 times smaller. Before you run this: how much is left of an update that is 1000 times smaller
-# than the weight?
+# bf16, each value is rounded. How much of the update survives depends on its size. We scale our update to
+# four sizes: as large as the weight (by their norms), 100 times smaller, 1000 times smaller, and 10,000
+# times smaller. For each size, we count the values of the weight that did not change. We also compute how
+# far the weight moved in the direction of the update: 100 % would be the whole update. Before you run this:
+# how much is left of an update that is 1000 times smaller than the weight?
 
 # %% tags=["nbval-ignore-output"]
 layer = adapted.blocks[1].up
@@ -349,9 +359,10 @@ assert arrived[1e-4] < 0.2 < arrived[1e-3] < 0.8
 assert stayed[1e-3] > 0.5
 
 # %% [markdown]
-# Neighbouring bf16 numbers are 0.4 to 0.8 % apart. If the update is larger than this distance, some values
-# move too far and others too little, so the sum of all changes is about right. At a thousandth of the weight,
-# most values do not change, and a large part of the update is lost. So choose one of these:
+# Neighbouring bf16 numbers are 0.4 to 0.8 % apart, and each value is rounded to the nearest one. At a
+# hundredth of the weight, some values move too far and others too little or not at all, so the sum of all
+# changes is about right. At a thousandth of the weight, most values do not change, and a large part of the
+# update is lost. So choose one of these:
 #
 # - Keep the adapter separate.
 # - Merge into a copy in **fp32**.
@@ -383,7 +394,7 @@ print(f"{diverged.sum()} of 32 texts diverge, at gaps of up to {largest:.2g} bet
 assert largest < 4 * error  # two logits move, perhaps farther than in our sample
 
 # %% [markdown]
-# Is the model worse in bf16? We compare its test loss:
+# Is the model worse in bf16? We compare the test loss of this one model (that of the last seed):
 
 # %% tags=["nbval-ignore-output"]
 in_fp32, in_bf16 = lm.loss_on(model, test_data), lm.loss_on(model, test_data, torch.bfloat16)
@@ -398,8 +409,8 @@ assert abs(in_bf16 - in_fp32) < 0.01
 #
 # Two texts can also diverge within one precision. A matmul of a different shape may add in a different
 # order. The logits therefore change slightly with the batch size, the length of the text, and the
-# cache of keys and values. We compare the logits of ten characters, once alone and once at the
-# beginning of a longer text:
+# cache of keys and values. Here we change only the length. We compare the logits of ten characters, once
+# alone and once at the beginning of a longer text:
 
 # %% tags=["nbval-ignore-output"]
 for name, limit in (("fp32", 1e-3), ("bf16", 0.5)):
@@ -421,14 +432,14 @@ for name, limit in (("fp32", 1e-3), ("bf16", 0.5)):
 # first. <!-- tests/difference/test_first_difference.py -->
 #
 # **The cache** has a dtype too. If a Llama model of transformers has fp32 weights and runs under
-# autocast, it rotates the keys with fp32 cosines, and its cache is fp32. This takes twice the memory
-# of bf16. For generation use a model in bf16 without autocast.
+# autocast, it rotates the keys with fp32 cosines, and its cache is fp32. An fp32 cache takes twice the
+# memory of a bf16 cache. For generation use a model in bf16 without autocast.
 # <!-- tests/notebooks/test_17_language_model.py -->
 #
 # ## Summary
 #
-# - Under autocast over fp32 weights, the matmuls of this GPT run in 16 bits. Norms, rotations and the
-#   residual stream are [fp32](#Where-fp32-comes-in). Over bf16 weights the stream is bf16.
+# - With fp32 weights under autocast, the matmuls of this GPT run in 16 bits. Norms, rotations and the
+#   residual stream are [fp32](#Where-fp32-comes-in). With bf16 weights, the residual stream is bf16.
 # - Cast the logits to fp32 for the loss: `.float()`. Over a large vocabulary compute the loss in
 #   chunks.
 # - Load a model in the dtype that you want, and do not cast it afterwards: its rotation rates must be
