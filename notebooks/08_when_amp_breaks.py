@@ -294,7 +294,7 @@ assert failure.code == "AMP0018"
 # | [A Keras model gives NaN or is no faster under a dtype policy](12_keras.ipynb#When-compile-adds-a-loss-scale) `AMP0101` | `` Your GPU may run slowly with dtype policy mixed_… because it does not have compute capability of at least `` |
 # | [The first optimizer step runs out of memory](16_low_precision_state.ipynb#Bytes-per-parameter) `AMP0172` | `` state["exp_avg"] = torch.zeros_like(…out of memory `` |
 # | [nvidia-smi shows more memory than PyTorch has allocated](../docs/memory_in_practice.md#allocated-reserved-or-nvidia-smi-which-number-is-right) `AMP0174` | nvidia-smi shows more memory than `torch.cuda.memory_allocated()` |
-# | [An FP8 or FP4 matmul refuses its scales, its layout or its dtypes](15_below_16_bits.ipynb#Compare-with-PyTorch's-FP8-matmul) `AMP0175` | `` CUBLAS_STATUS_NOT_SUPPORTED when calling …cublasLtMatmul `` |
+# | [An FP8 or FP4 matmul refuses its scales, its layout or its dtypes](15_below_16_bits.ipynb#Compare-with-PyTorch's-FP8-matmul-(optional)) `AMP0175` | `` CUBLAS_STATUS_NOT_SUPPORTED when calling …cublasLtMatmul `` |
 # | [fp16 or bf16 is several times slower than fp32 on this GPU or CPU](19_choose_your_precision.ipynb#Known-problems-of-each-device) `AMP0176` | `` Requested … compute type, but the target device or backend do not support efficient `` |
 # | [Selective checkpointing of a shared weight fails in backward](07_training_recipes.ipynb#Checkpoint-activations) `AMP0158` | `` encountered during backward but not found in storage `` |
 # | [The precision flag of accelerate or DeepSpeed has no effect](19_choose_your_precision.ipynb#What-other-frameworks-call-it) `AMP0178` | `mixed_precision` of accelerate has no effect |

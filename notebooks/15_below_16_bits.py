@@ -10,12 +10,11 @@
 # # Go below 16 bits with FP8, MX and NVFP4
 #
 # **What you'll do.** Round tensors to eight and four bits, first by hand, then with the scales that
-# today's GPUs use. Train a small GPT whose linear layers multiply rounded tensors. Call PyTorch's FP8
-# matmul. Test a model in four formats with `rehearse`.
+# today's GPUs use. Train a small GPT whose linear layers multiply rounded tensors. Test a model in four
+# formats with `rehearse`.
 #
 # **What you'll learn.**
-# - which numbers the eight-bit formats E4M3 and E5M2 and the four-bit format E2M1 can represent, and
-#   why each needs a scale;
+# - which numbers an eight-bit or four-bit format can represent, and why it needs a scale;
 # - which values an outlier damages if there is one scale per tensor, per row or per block;
 # - what MX and NVFP4 are;
 # - which layers to keep in 16 bits, and what a simulation cannot tell you.
@@ -45,8 +44,8 @@ figures.use_style()
 # ## The idea in five lines
 #
 # E4M3 is the more precise of the two FP8 formats. We round a gradient of ordinary size to E4M3, first
-# directly, then with a *scale*: we multiply it by a factor before the rounding, and divide by the factor
-# afterwards. Before you run this: what are the two results?
+# directly, then with a *scale*: we multiply the gradient by a factor before the rounding, and divide by
+# the factor afterwards. Before you run this: what are the two results?
 
 # %%
 gradient = torch.tensor([1e-4, -3e-4, 2e-5])
@@ -60,15 +59,17 @@ assert (scaled / gradient - 1).abs().max() < 2**-4
 # %% [markdown]
 # Without a scale, all three values become zero (-0.0 is zero too), because the smallest positive
 # number of E4M3 is 2^-9, about 0.002. With a scale, all three values survive, and each is off by at
-# most a sixteenth of itself. In fp16, one loss scale is usually enough for a whole model ([notebook
-# 03](03_grad_scaler_step_by_step.ipynb)). Below 16 bits each *tensor* needs its own scale, or even
-# each group of 16 values.
+# most a sixteenth of itself.
+#
+# From here on, the scale is 1 / factor: the rounded numbers times the scale are the result. In fp16, one
+# loss scale is usually enough for a whole model ([notebook 03](03_grad_scaler_step_by_step.ipynb)).
+# Below 16 bits, each *tensor* needs a scale, or even each group of 16 values.
 #
 # ## Formats of a single value
 #
-# A single value of a tensor is called an *element*. `ELEMENTS` lists the formats that an element can
-# have. For seven of them we print the largest number, the smallest positive number and how many
-# numbers there are:
+# A single value of a tensor is called an *element*. `ELEMENTS` lists the formats of elements. For seven of
+# them we print the largest and the smallest positive number, and below 16 bits, how many finite numbers
+# the format has:
 
 # %%
 for name in ("fp16", "e4m3", "e5m2", "e2m3", "e3m2", "e2m1", "int8"):
@@ -85,15 +86,13 @@ assert halves[halves >= 0].tolist() == [0, 0.5, 1, 1.5, 2, 3, 4, 6]
 # gradients](https://arxiv.org/abs/2209.05433), has a larger range but is coarser. **E2M1** is the
 # element of the four-bit formats MXFP4 and NVFP4, which follow below.
 #
-# To round a value by hand, take these steps. As an example, we round 5.3 to E4M3, which has 3 mantissa
-# bits.
+# We now round by hand. As an example, we round 5.3 to E4M3:
 #
-# 1. Clip it to the largest number of the format, as torchao does.
-#    <!-- tests/formats/test_scaling.py -->
+# 1. Clip the value to the largest number of the format, as torchao does. <!-- tests/formats/test_scaling.py -->
 # 2. Find the largest power of two that is not above the value's magnitude: 4. (If this power is below
-#    the format's smallest normal number, use the smallest normal number instead.)
-# 3. Divide it by 2^(mantissa bits) to get the spacing of the numbers there: 4 / 8 = 0.5.
-# 4. Round the value to a multiple of that spacing: 5.5.
+#    the format's smallest normal number, 2^-6 in E4M3, use the smallest normal number instead.)
+# 3. Divide this power by 2^3, for 3 mantissa bits, to get the spacing of the numbers there: 4 / 8 = 0.5.
+# 4. Round the value to the nearest multiple of the spacing: 5.5.
 
 
 # %%
@@ -114,34 +113,32 @@ e2m1 = round_to(some, mantissa_bits=1, least_exponent=0, largest=6)
 assert torch.equal(e2m1, ELEMENTS["e2m1"].round(some))
 
 # %% [markdown]
-# The asserts show that our function gives the same numbers as `ELEMENTS` and as a `clamp` followed by
-# PyTorch's cast. PyTorch's FP8 dtypes are for storage and matmuls: [few other
-# ops](https://docs.pytorch.org/docs/stable/tensor_attributes.html) support them.
+# Our function gives the same numbers as a `clamp` followed by PyTorch's cast. [Few other
+# ops](https://docs.pytorch.org/docs/stable/tensor_attributes.html) than casts and matmuls support FP8.
 #
 # ## The values that share a scale
 #
 # The largest value determines the scale. If one value is much larger than the others, the small values
 # that share its scale may become zero. So each format says which values share a scale: a whole tensor, a
-# row, or a *block* (neighbouring values of a row). `FORMATS` lists the formats in the table below. *MX*
-# formats (microscaling) are an open standard, and NVFP4 is NVIDIA's own.
+# row, or a *block* (neighbours in a row). *MX* (microscaling) is an open standard, NVFP4 is NVIDIA's:
 #
 # | format | element | values that share a scale | number format of the scale |
 # |---|---|---|---|
 # | `fp8` | E4M3 | the whole tensor | fp32 |
-# | `fp8-rowwise` | E4M3 | a row | fp32, a power of two |
+# | `fp8-rowwise` | E4M3 | a row | a power of two, stored in fp32 |
 # | `fp8-1x128` | E4M3 | 128 neighbours in a row | fp32 |
 # | `mxfp8` | E4M3 | 32 neighbours in a row | E8M0: eight bits, a power of two |
 # | `mxfp4` | E2M1 | 32 neighbours in a row | E8M0: eight bits, a power of two |
-# | `nvfp4` | E2M1 | 16 neighbours in a row | E4M3; the tensor has a second scale in fp32 |
+# | `nvfp4` | E2M1 | 16 neighbours in a row | E4M3, and one more scale in fp32 for the whole tensor |
 #
 # `quantize` rounds a tensor to such a format, undoes the scaling, and returns the result in fp32. We
 # measure its error as the *signal to quantisation noise ratio* (SQNR) in decibels. An error as large
 # as the values is 0 dB, an error of 10 % is 20 dB, and an error of 1 % is 40 dB.
 # <!-- tests/formats/test_scaling.py -->
 #
-# We round two tensors with normally distributed values. In the second tensor, one column is a million
-# times as large as the others, as an extreme *outlier channel*. Before you run this: in which formats
-# will the other columns lose accuracy?
+# We round two tensors with normally distributed values. The second tensor has an *outlier channel*: one
+# column is a million times as large as the others. Before you run this: in which formats will the other
+# columns lose accuracy?
 
 
 # %%
@@ -165,11 +162,16 @@ _ = figures.sqnr_by_format(errors)
 # %% [markdown]
 # The figure shows the SQNR of all values but the outliers (higher is better). Without an outlier, the
 # error depends almost only on the element: about 31 dB in E4M3 (an error of 3 %), and about 20 dB in
-# E2M1 (10 %). The outlier ruins the values that share its scale: the whole tensor in `fp8`, and the
-# whole row in `fp8-rowwise`. Here every row has an outlier. NVFP4 suffers as well, because its second
-# scale covers the whole tensor. In `fp8-1x128` and the MX formats (`mxfp8`, `mxfp4`), only one block
-# in each row suffers. We check this, and print how many bits each value takes, including its share of
-# the scale. For example, a scale of 8 bits for 32 values adds 0.25 bits to each value:
+# E2M1 (10 %).
+#
+# The outlier channel puts one outlier into each row. Each outlier ruins the values that share its scale:
+#
+# - In `fp8` this is the whole tensor, and in `fp8-rowwise` the whole row.
+# - In `nvfp4` it is the whole tensor too, because the second scale covers the whole tensor.
+# - In `fp8-1x128` and the MX formats (`mxfp8`, `mxfp4`), it is only one block in each row.
+#
+# The next cell checks this and prints how many bits each value takes, with its share of the scale. For
+# example, a scale of 8 bits for 32 values adds 0.25 bits to each value:
 
 # %% tags=["nbval-ignore-output"]
 alone, beside = errors["normal"], errors["one outlier channel"]
@@ -183,9 +185,9 @@ for name in NAMES:
     print(f"{name:<12} {FORMATS[name].bits:>5.2f} bits a value, {alone[name]:.1f} dB")
 
 # %% [markdown]
-# A million is an extreme case. Real outlier channels of language models are [often ten
-# times](https://arxiv.org/abs/2208.07339) as large as the rest. We now make the column 100 times as large
-# as the others. Which formats still lose accuracy?
+# Real outlier channels of language models are [often ten times](https://arxiv.org/abs/2208.07339) as large
+# as the rest, not a million times. With a margin, we now make the column 100 times as large. Which formats
+# still lose accuracy?
 
 # %% tags=["nbval-ignore-output"]
 usual = normal.clone()
@@ -204,15 +206,16 @@ assert at_100["mxfp4"] < at_100["nvfp4"] < alone["nvfp4"] - 5
 # ## Train with rounded matmuls
 #
 # A linear layer has up to three matmuls in a training step: the output, the gradient of the input
-# (*dgrad*), and the gradient of the weight (*wgrad*). We round the operands of all three, as most of
-# [torchao's recipes](https://github.com/pytorch/ao/blob/main/torchao/float8/config.py) do, and use E4M3
-# for all of them. The values of a row or block that share a scale lie along the dimension that the matmul
-# sums over: the matmul adds up their products first, and then multiplies the sum by the scale. The output is
-# a sum over the layer's inputs, so for it the weight is rounded along its inputs. dgrad is a sum over the
-# layer's outputs, so for it the weight is rounded again, along its outputs.
+# (*dgrad*), and the gradient of the weight (*wgrad*). We round both operands of each matmul to the same
+# format, as most of [torchao's recipes](https://github.com/pytorch/ao/blob/main/torchao/float8/config.py)
+# do. So in FP8, the gradients are in E4M3 too, not in E5M2.
 #
-# Everything else stays in fp32: the other ops, the weights that the optimizer updates, and the sums of
-# products.
+# A row or block always lies along the dimension that the matmul sums over. Then the matmul can add up the
+# products of a row or block first, and multiply only their sum by the scales. The output is a sum over the
+# layer's inputs, so the weight is rounded along its inputs. dgrad is a sum over the layer's outputs, so the
+# weight is rounded again, along its outputs.
+#
+# Everything else stays in fp32: the other ops, the weights that the optimizer updates, and the sums.
 
 
 # %%
@@ -252,8 +255,7 @@ def round_matmuls(model, form):
 
 # %% [markdown]
 # The model is a GPT of two blocks ([notebook 17](17_language_model.ipynb) explains it). It predicts
-# the next character of a text, the source code of Python's `argparse`. Its embedding and its last
-# layer (the head) are not rounded. <!-- code -->
+# the next character of the source code of Python's `argparse`. <!-- code -->
 
 
 # %%
@@ -294,8 +296,8 @@ def train(form, seed, steps):
 
 # %% [markdown]
 # We train in fp32, in E4M3 without a scale, and in four formats with scales, with three seeds each.
-# The cell prints the mean loss of the last 20 steps. Before you run this: which formats learn as well
-# as fp32?
+# The cell prints the mean loss of the last 20 steps. (In `Format`, `(0, 0)` means that the whole tensor
+# is one block.) Before you run this: which formats learn as well as fp32?
 
 # %% tags=["nbval-ignore-output"]
 no_scale = Format("fp8, no scale", ELEMENTS["e4m3"], (0, 0), scale="none")
@@ -311,10 +313,12 @@ for name, values in last.items():
 _ = figures.loss_from_fp32(losses)
 
 # %% [markdown]
-# The figure shows how far each loss is above that of fp32: the mean of three seeds, with bars for their
-# range. The grey band is the range of the fp32 loss over the seeds. With scales, every format ends within
-# or near the band, and the four-bit formats end higher than FP8 and MXFP8. Without a scale the model
-# learns less, because E4M3 rounds many gradients to zero. We check this:
+# The figure shows how much higher each loss is than that of fp32: the mean of three seeds, with bars for
+# their range. The grey band is the range of the fp32 loss over the seeds.
+#
+# With scales, every format ends within or near the band. The four-bit formats end higher than FP8 and
+# MXFP8. Without a scale the model learns less, because E4M3 rounds many gradients to zero. We check the
+# printed losses:
 
 # %%
 between_seeds = max(last["fp32"]) - min(last["fp32"])
@@ -331,9 +335,10 @@ for name in ("mxfp4", "nvfp4"):
 #
 # **Keep some layers in 16 bits**: [embeddings, the head, routers and
 # norms](https://arxiv.org/abs/2412.19437), and layers whose error is large. NVIDIA's [recipe for
-# NVFP4](https://arxiv.org/abs/2509.25149) does so too.
+# NVFP4](https://arxiv.org/abs/2509.25149) does so too, and uses stochastic rounding and a Hadamard
+# transform. Our simulation leaves these two out.
 #
-# ## Compare with PyTorch's FP8 matmul
+# ## Compare with PyTorch's FP8 matmul (optional)
 #
 # PyTorch's FP8 matmul, `torch._scaled_mm`, takes the rounded operands and their scales. It runs on a
 # GPU with FP8 hardware, and also on a CPU. We compare its result with that of our simulation:
@@ -362,9 +367,11 @@ assert off < 2**-8  # the rounding of the result to bf16
 # ## Sums in 14 bits (optional)
 #
 # Our simulation adds the products in fp32. A Hopper GPU adds FP8 products in [about 14
-# bits](https://arxiv.org/abs/2412.19437), unless the kernel moves partial sums to fp32. With its argument
-# `use_fast_accum=True`, PyTorch's FP8 matmul skips these moves. torchao passes `True` [in the forward
-# matmul](https://github.com/pytorch/ao/blob/main/torchao/float8/config.py). `hopper_matmul` adds as an H100 does, bit for bit. <!-- tests/formats/test_hopper_sums.py -->
+# bits](https://arxiv.org/abs/2412.19437). To lose less, a matmul kernel can move its partial sums to fp32
+# several times. PyTorch's FP8 matmul does so, unless you pass `use_fast_accum=True`. torchao passes `True`
+# [in the forward matmul](https://github.com/pytorch/ao/blob/main/torchao/float8/config.py).
+# `hopper_matmul` adds as an H100 does, bit for bit, with either value.
+# <!-- tests/formats/test_hopper_sums.py -->
 #
 # We sum 4096 products, first of values with both signs, then of their magnitudes. Before you run this:
 # in which case does a sum in 14 bits lose more accuracy?
@@ -383,18 +390,10 @@ for kind_of_values, (left, right) in (("both signs", rows), ("one sign", rows.ab
 # %% [markdown]
 # An H100 adds 32 products at a time, so each sum takes 128 additions. With one sign, the sum keeps
 # growing, and each addition cuts off the bits that do not fit into 14 bits. With both signs, the sum
-# stays small, so little is cut off. The inputs of a layer after ReLU have one sign. If its weights
-# have one sign too, `rehearse` (below) tells you to turn `use_fast_accum` off.
-# <!-- tests/remedies/test_advise_remedies.py -->
+# stays small, so little is cut off.
 #
-# ## Train in FP8 on a GPU
-#
-# To train in FP8, use the layers of NVIDIA's [Transformer
-# Engine](https://docs.nvidia.com/deeplearning/transformer-engine/user-guide/index.html), or let torchao
-# convert the linear layers of a model in one call. Compile the model as well, since the casts can cost
-# more than the matmul saves. Only large layers gain: in [torchao's
-# table](https://github.com/pytorch/ao/tree/main/torchao/float8#performance), FP8 is slower than bf16 for
-# a matmul of 1024 x 2048 x 1024, and 39 % faster for 4096 x 8192 x 16384.
+# The inputs of a layer after ReLU have one sign. If the layer's weights have one sign too, `rehearse`
+# (below) tells you to turn `use_fast_accum` off. <!-- tests/remedies/test_advise_remedies.py -->
 #
 # ## Which GPU supports which format (optional)
 #
@@ -431,10 +430,11 @@ assert (usual, fnuz, torch.finfo(torch.float8_e4m3fnuz).max) == (1.0, 0.5, 240)
 # `rehearse` tests these formats on your model in three steps:
 #
 # 1. It runs one training step in fp32.
-# 2. For each linear layer and convolution, it rounds the inputs and the weight to each format, repeats the
-#    matmul, and compares the result with that of fp32. Layers with a large error are better left in 16
-#    bits.
-# 3. In each format, it runs the whole model, with all layers rounded except those with a large error.
+# 2. For each linear layer and convolution, it rounds the operands of the three matmuls to each format,
+#    repeats the matmuls, and compares the results with those of fp32. Layers with a large error are better
+#    left in 16 bits.
+# 3. In each format, it repeats the training step of the whole model. All layers are rounded except those
+#    with a large error.
 #
 # We call `rehearse` on our GPT, with an outlier for it to find. In the MLP of the second block, we
 # make one of the 256 features about a million times as large: <!-- tests/formats/test_rehearsal.py -->
@@ -457,26 +457,22 @@ assert all(found.verdict == "accurate enough in one step" for found in report.fo
 report
 
 # %% [markdown]
-# In the report:
+# The report has a row for each layer, with its SQNR in bf16 and in each format. A star marks a layer that
+# is better left in 16 bits. *Look at* gives the reason for each star:
 #
-# - Each row is a layer, with its SQNR in bf16 and in each format. A star marks a layer that is better
-#   left in 16 bits. *Look at* gives the reasons.
-# - The large feature ruins the two layers around it in every format. The error is largest if the whole
-#   tensor shares a scale.
-# - With the starred layers in 16 bits, the whole model is *accurate enough in one step*: its loss and
-#   gradients are close to those of fp32. `rehearse` did not test whether the model learns.
-# - On a GPU, FP8 matmuls need sizes that are multiples of 16 ([what to
-#   pad](08g_speed_and_memory.ipynb#A-size-is-not-a-multiple-of-16-or-8)). This is why the head,
-#   `token.weight`, has a star.
-# - The row *layers* says how many layers of the nine have no star.
-# - The code at the end converts the model with torchao. `rehearse` ran it on a copy first.
-#   <!-- tests/formats/test_rehearsal.py -->
+# - The large feature ruins the two layers around it, `blocks.1.up` and `blocks.1.down`, in every format.
+#   The error is largest if the whole tensor shares a scale.
+# - The head, `token.weight`, has a star and no SQNR. On a GPU, FP8 matmuls need sizes that are multiples of
+#   16 ([what to pad](08g_speed_and_memory.ipynb#A-size-is-not-a-multiple-of-16-or-8)), and its size is 88.
 #
-# From the command line, call `amp-lab rehearse`. With `--steps`, it also trains in each format and in
-# bf16. With `--for h100`, it forecasts which layers would be faster on an H100.
-# <!-- tests/cli/test_rehearse_command.py -->
+# The last rows are about the whole model, with the starred layers in 16 bits: the errors of its gradients
+# and its loss, and how many layers have no star. The verdict *accurate enough in one step* means that these
+# errors are below wide limits, such as 50 % for the gradients. It does not show that the model learns.
 #
-# We check what we said about the two layers and the gradients:
+# In a terminal, `amp-lab rehearse --steps 20` also trains in each format, and `--for h100` forecasts which
+# layers would be faster on an H100. <!-- tests/cli/test_rehearse_command.py -->
+#
+# We check what we said about the two layers, and the error of the gradients in one format:
 
 # %%
 for layer in ("blocks.1.up", "blocks.1.down"):
@@ -486,16 +482,25 @@ for layer in ("blocks.1.up", "blocks.1.down"):
 assert report.formats[1].gradients_off < 2**-4  # the largest rounding error of E4M3
 
 # %% [markdown]
+# ## Train in FP8 on a GPU
+#
+# The report ends with code that converts the model with torchao. `rehearse` ran this code on a copy first.
+# <!-- tests/formats/test_rehearsal.py --> You can also use the layers of NVIDIA's [Transformer
+# Engine](https://docs.nvidia.com/deeplearning/transformer-engine/user-guide/index.html). Compile the model
+# as well, since the casts can cost more than the matmul saves.
+#
+# Only large layers gain. In [torchao's
+# table](https://github.com/pytorch/ao/tree/main/torchao/float8#performance), FP8 is slower than bf16 for
+# a matmul of 1024 x 2048 x 1024, and 39 % faster for 4096 x 8192 x 16384.
+#
 # ## Summary
 #
 # - Below 16 bits a tensor has low-precision elements *and* scales. The element determines the error of
 #   ordinary values. The scales determine which values an outlier damages.
 # - One scale for the tensor is enough for FP8 with usual outliers. In four bits an outlier wipes out
 #   most of its block, so smaller blocks help.
-# - Our simulation adds products in fp32. [A Hopper GPU](#Sums-in-14-bits-(optional)) adds them in
-#   about 14 bits.
-# - A format that fails in a rehearsal is not worth a large run. A format that passes the check can
-#   still fail in a long run.
+# - A format that fails in a rehearsal is not worth a large run. A format that passes can still fail in a
+#   long run.
 #
 # [Notebook 10](10_speed_ladder.ipynb) measures the speed of each precision on your device.
 #
@@ -642,4 +647,3 @@ exercises.check_left_out(left_out)
 #   2025: the Hadamard transform, stochastic rounding and the layers that stay in 16 bits.
 # - [torchao's float8 training](https://github.com/pytorch/ao/tree/main/torchao/float8): recipes,
 #   and a table of which shapes gain.
-# - [`scaled_mm`](https://docs.pytorch.org/docs/stable/nn.functional.html) in PyTorch.
