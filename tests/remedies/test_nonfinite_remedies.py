@@ -1013,11 +1013,12 @@ def test_an_eps_that_counts_is_not_blamed():
 
 @does("nonfinite.exp")
 @pytest.mark.parametrize(
-    ("dtype", "limit"), [(torch.float32, 88.7), (torch.bfloat16, 88.7), (torch.float16, 11.1)]
+    ("dtype", "limit"), [(torch.float32, 88.8), (torch.bfloat16, 88.8), (torch.float16, 11.1)]
 )
 def test_an_exponential_that_overflows(dtype, limit):
     for x, is_finite in ((limit - 0.7, True), (limit + 0.8, False)):
         assert torch.tensor(x).to(dtype).exp().isfinite() == is_finite
+    assert torch.tensor(limit).to(dtype).exp().isinf()
     x = torch.tensor([2 * limit, 1.0], dtype=dtype)
     total = {"loss_fn": lambda y: y.float().sum()}
     report = found(Apply(lambda x: x.exp(), dtype), x, **total)

@@ -45,7 +45,7 @@ def run(options: argparse.Namespace) -> None:
             print(f"{remark}: {NO_PRIMITIVE_REMEDY}.")
 
     if not report.trusted:  # the rates are shown all the same, with this warning
-        print("\nThis machine is busy: the same matmul took 1.5 times as long in a second try.")
+        print("\nThis machine is busy, so these rates are not reliable.")
         print("Measure again when it is idle.")
     print(f"\nUse {report.recommended}: {report.reason}.")
     recipe = "\n".join(_recipe(report.recommended, report.device.type))

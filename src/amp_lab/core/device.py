@@ -300,5 +300,8 @@ def _recommend_unmeasured(device: torch.device) -> tuple[Precision, str]:
     if Precision.BF16 in matmuls:
         return Precision.BF16, f"{gpu} has tensor cores for bf16"
     if Precision.FP16 in matmuls:
-        return Precision.FP16, f"{gpu} has tensor cores only for fp16; use a gradient scaler"
+        return (
+            Precision.FP16,
+            f"{gpu} has tensor cores for fp16 and none for bf16; use a gradient scaler",
+        )
     return Precision.FP32, f"{gpu} has no tensor cores"

@@ -133,7 +133,7 @@ FORWARD = {
     "exp": nonfinite_remedy(
         "exp",
         "an exponential out of range",
-        "The exponential overflows in fp16 from 11.1 on, and in fp32 and bf16 from 88.7 on. "
+        "The exponential overflows in fp16 from 11.1 on, and in fp32 and bf16 from 88.8 on. "
         "Subtract the largest value first, as softmax and logsumexp do, or use softplus. Instead "
         "of 1 / (1 + exp(-x)), use torch.sigmoid.",
     ),

@@ -46,9 +46,9 @@ _NONFINITE = remedy(
 _FP16_ALREADY = remedy(
     "underflow.fp16_already",
     "some gradients were computed in fp16",
-    "Some gradients were computed in fp16. The smallest became zero before this report could "
-    "count them, so it cannot show how many values fp16 loses or which loss scale helps. Compute "
-    "the loss again in fp32 or bf16, with fp32 weights and without fp16 autocast.",
+    "Some gradients were computed in fp16. The smallest may have become zero before this report "
+    "could count them, so it cannot show how many values fp16 loses or which loss scale helps. "
+    "Compute the loss again in fp32 or bf16, with fp32 weights and without fp16 autocast.",
 )
 _ABOUT = (
     "zero %: share of all values that are zero in any precision. The other columns count nonzero "

@@ -33,7 +33,7 @@ _NO_ATTENTION_KERNEL = remedy(
     "dtype.no_attention_kernel",
     "sdpa_kernel allows no kernel that takes the dtype, mask or head size of an attention",
     "flash attention takes only fp16 and bf16, no mask and heads of up to 256. Also allow the "
-    "math kernel, which takes every call: sdpa_kernel([SDPBackend.FLASH_ATTENTION, "
+    "math kernel, which has none of these limits: sdpa_kernel([SDPBackend.FLASH_ATTENTION, "
     "SDPBackend.MATH])",
     failure="AMP0162",
 )
@@ -41,7 +41,7 @@ _FUSED_FAKE_QUANTIZATION = remedy(
     "dtype.fused_fake_quantization",
     "quantization-aware training under autocast uses the fused fake quantization",
     "create the qconfig mapping with get_default_qat_qconfig_mapping(BACKEND, version=0). Its "
-    "fake quantization is not fused, so autocast runs it in fp32",
+    "fake quantization is not fused and runs under autocast",
     failure="AMP0157",
 )
 REMEDIES_BY_MESSAGE = {

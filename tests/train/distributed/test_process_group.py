@@ -55,6 +55,18 @@ def test_a_device_for_several_processes_has_no_index(monkeypatch):
     assert process_group._select_device(torch.device("cuda")) == torch.device("cuda:1")
 
 
+def test_without_the_means_the_processes_do_not_start(monkeypatch):
+    monkeypatch.setattr(dist.Backend, "default_device_backend_map", {"cpu": "gloo"})
+    with pytest.raises(ParallelError, match="no backend for cuda: use --device cpu"):
+        process_group._select_device(torch.device("cuda"))
+    assert process_group._select_device(CPU) == CPU
+    for name in process_group._TORCHRUN_VARIABLES:
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setattr(dist, "is_available", lambda: False)
+    with pytest.raises(ParallelError, match="ddp needs torch.distributed, which this torch does"):
+        process_group._require_parallel_possible("ddp")
+
+
 def test_one_of_several_without_a_way_to_train_together_is_refused(monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")

@@ -17,7 +17,7 @@ _CLASSES = {"torch.nn.BCELoss", "torch.nn.modules.loss.BCELoss"}
 _REFUSED_LOSS = remedy(
     "migrate.refused_loss",
     "binary_cross_entropy or BCELoss runs inside autocast for CUDA",
-    "autocast refuses this loss on a GPU: return logits from the model, without its last sigmoid, "
+    "autocast refuses this loss on CUDA: return logits from the model, without its last sigmoid, "
     "and call F.binary_cross_entropy_with_logits or nn.BCEWithLogitsLoss. Use "
     "logits.float().sigmoid() where you need probabilities",
     failure="AMP0022",

@@ -96,7 +96,7 @@ SUBCLASS = remedy(
 BARE_DECORATOR = remedy(
     "migrate.bare_decorator",
     "an old class decorates a function without being called",
-    'a decorator without brackets has no effect here: write torch.amp.{name}("cuda")',
+    'without brackets, this decorator never calls the function: write torch.amp.{name}("cuda")',
 )
 CALLED_BY_POSITION = remedy(
     "migrate.called_by_position",
