@@ -205,8 +205,8 @@ assert runs["autocast"].losses != runs["O2"].losses
 # O3 has two problems:
 #
 # - Small weight updates are rounded away ([notebook 16](16_low_precision_state.ipynb)).
-# - Adam divides by the root of an average of squared gradients, plus 1e-8. For a gradient of 0.0005,
-#   the square and 1e-8 both become zero in fp16, so Adam divides by zero.
+# - Adam divides by the root of an average of squared gradients, plus 1e-8. For a first gradient of 0.0005,
+#   the average (0.001 times its square) and 1e-8 both become zero in fp16, so Adam divides by zero.
 
 # %%
 assert 0.001 * torch.tensor(5e-4).half() ** 2 == 0 == torch.tensor(1e-8).half()
