@@ -31,6 +31,7 @@ def test_a_message_has_the_dtypes_in_the_order_of_the_program(weights, inputs, s
 
 @pytest.mark.parametrize("beside", ["class weights", "sampling grid", "initial state"])
 def test_a_tensor_beside_the_weights_that_stayed_in_fp32_is_refused(beside):
+    """AMP0060."""
     x = torch.ones(1, 2).half()
     calls = {
         "class weights": lambda: F.cross_entropy(x, torch.tensor([0]), weight=torch.ones(2)),
@@ -61,6 +62,7 @@ class Table(nn.Module):
 
 @pytest.mark.parametrize(("keeps_dtype", "dtype"), [(False, FP32), (True, FP16)])
 def test_a_table_that_is_made_longer_keeps_its_dtype_only_if_it_is_cast(keeps_dtype, dtype):
+    """AMP0060."""
     table, short = Table(keeps_dtype).half(), torch.ones(1, 2).half()
     assert table(short).dtype is FP16
     assert table(short.expand(3, 2)).dtype is dtype
@@ -70,6 +72,7 @@ def test_a_table_that_is_made_longer_keeps_its_dtype_only_if_it_is_cast(keeps_dt
 @pytest.mark.filterwarnings("ignore")  # the old quantization of torch says that it is old
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 def test_fake_quantization_that_is_fused_takes_fp32_alone_and_the_other_one_runs(dtype):
+    """AMP0157."""
     from torch.ao.quantization import get_default_qat_qconfig_mapping
     from torch.ao.quantization.quantize_fx import prepare_qat_fx
 
@@ -132,6 +135,7 @@ def test_addcmul_on_cuda_refuses_the_other_16_bits():
 
 @pytest.mark.parametrize("inside", [True, False])
 def test_the_ops_of_torchvision_cast_inside_a_block_only(inside):
+    """AMP0078."""
     features, boxes = torch.ones(1, 1, 4, 4).bfloat16(), torch.tensor([[0.0, 0, 0, 1, 1]])
     scores = torch.ones(1).bfloat16()
     with torch.autocast("cpu", dtype=BF16, enabled=inside):
@@ -154,6 +158,7 @@ ATTENTION = torch.ones(1, 1, 2, 2).bfloat16()
     [(BF16, FP32, True), (BF16, torch.bool, True), (FP32, BF16, False), (BF16, torch.long, False)],
 )
 def test_a_mask_of_attention_is_boolean_or_has_the_dtype_of_the_query(query, mask, passes):
+    """AMP0081."""
     q, mask = ATTENTION.to(query), torch.ones(2, 2).to(mask)
     if passes:
         assert F.scaled_dot_product_attention(q, q, q, attn_mask=mask).dtype is query
@@ -164,6 +169,7 @@ def test_a_mask_of_attention_is_boolean_or_has_the_dtype_of_the_query(query, mas
 
 
 def test_a_norm_under_autocast_returns_fp32_which_attention_casts_inside_the_block_only():
+    """AMP0097."""
     with cuda_rules(BF16):
         v = torch.ones(1, 1, 2, 2, device="cuda", dtype=BF16)
         q = F.rms_norm(v, (2,))
@@ -183,12 +189,14 @@ INTEGERS: dict[str, Callable[[], object]] = {
 
 @pytest.mark.parametrize("kind", INTEGERS)
 def test_an_integer_tensor_cannot_take_a_float(kind):
+    """AMP0152."""
     said = r"result type Float can't be cast to the desired output type (Long|long int)"
     with pytest.raises(RuntimeError, match=said):
         INTEGERS[kind]()
 
 
 def test_an_integer_target_or_index_that_is_converted_first_is_taken():
+    """AMP0152."""
     target = torch.ones(2).long()
     assert F.binary_cross_entropy_with_logits(torch.ones(2), target.float()) > 0
     assert torch.arange(2).clamp_(0, torch.tensor(1.0).long()).tolist() == [0, 1]
@@ -196,6 +204,7 @@ def test_an_integer_target_or_index_that_is_converted_first_is_taken():
 
 @pytest.mark.parametrize("weight", [torch.int8, torch.float8_e4m3fn])
 def test_a_weight_times_its_scale_is_fp32_and_the_bias_is_not(weight):
+    """AMP0153."""
     x, bias, scale = torch.ones(1, 2).bfloat16(), torch.ones(2).bfloat16(), torch.ones(2, 1)
     product = torch.ones(2, 2).to(weight).to(x.dtype) * scale
     with pytest.raises(RuntimeError, match=r"self and mat2 .* but got BFloat16 and Float"):
@@ -217,7 +226,7 @@ class Norm(nn.Module):
 
 
 def test_a_norm_in_fp32_before_a_layer_in_bf16_needs_autocast():
-    """As after `peft_module_casting_to_bf16` of TRL."""
+    """AMP0154, as after `peft_module_casting_to_bf16` of TRL."""
     model, x = nn.Sequential(Norm(), nn.Linear(4, 4).bfloat16()), torch.ones(1, 4).bfloat16()
     with pytest.raises(RuntimeError, match=r"mat1 and mat2 .* but got Float and BFloat16"):
         model(x)
@@ -228,6 +237,7 @@ def test_a_norm_in_fp32_before_a_layer_in_bf16_needs_autocast():
 @pytest.mark.filterwarnings("ignore")  # of the packages that PEFT imports
 @pytest.mark.parametrize(("casts", "dtype"), [(True, FP32), (False, BF16)])
 def test_peft_keeps_adapters_in_fp32_unless_told_otherwise(casts, dtype):
+    """AMP0154."""
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(target_modules=["0"], r=2)
     base = nn.Sequential(nn.Linear(4, 4)).bfloat16()
@@ -237,6 +247,7 @@ def test_peft_keeps_adapters_in_fp32_unless_told_otherwise(casts, dtype):
 
 
 def test_weights_in_fp8_are_cast_by_hand_or_by_autocast():
+    """AMP0155."""
     x, weight = torch.ones(1, 2).bfloat16(), torch.ones(2, 2).to(torch.float8_e4m3fn)
     with pytest.raises(RuntimeError, match="c10::BFloat16 != c10::Float8_e4m3fn"):
         F.linear(x, weight)
@@ -248,6 +259,7 @@ def test_weights_in_fp8_are_cast_by_hand_or_by_autocast():
 
 
 def test_a_weight_takes_a_gradient_of_its_own_dtype_or_of_the_one_it_is_told():
+    """AMP0159."""
     master, weight = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1).half())
     with pytest.raises(RuntimeError, match="assign a gradient with dtype 'c10::Half'"):
         master.grad = torch.ones(1).half()
@@ -429,14 +441,3 @@ def test_cast_inputs_needs_an_output_in_that_dtype(output):
     else:
         with pytest.raises(RuntimeError, match="same dtype"):
             result.sum().backward()
-
-
-def test_a_mask_may_be_boolean_fp32_or_have_the_dtype_of_the_query():
-    """AMP0081: in the versions of torch that we support."""
-    query, ones = torch.ones(1, 2, 4).bfloat16(), torch.ones(2, 2)
-    for mask in (ones.bool(), ones.long().bool(), ones, ones.to(query.dtype)):
-        output = F.scaled_dot_product_attention(query, query, query, attn_mask=mask)
-        assert output.dtype is BF16
-    for mask in (ones.long(), ones.double(), ones.half()):
-        with pytest.raises(RuntimeError, match="Expected attn_mask dtype"):
-            F.scaled_dot_product_attention(query, query, query, attn_mask=mask)

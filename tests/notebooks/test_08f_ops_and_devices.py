@@ -170,6 +170,7 @@ def test_an_array_of_ml_dtypes_goes_through_integers():
 
 
 def test_an_unknown_mode_of_fp32_matmuls_has_no_effect():
+    """AMP0187."""
     before = torch.get_float32_matmul_precision()
     message = warnings_of(lambda: torch.set_float32_matmul_precision("tf32"))
     assert torch.get_float32_matmul_precision() == before

@@ -147,6 +147,7 @@ def test_data_parallel_enters_autocast_without_a_dtype():
 
 
 def test_adam_takes_16_bytes_a_parameter_and_half_of_them_from_the_first_step_on():
+    """AMP0172."""
     model = nn.Linear(8, 8)
     adam = torch.optim.Adam(model.parameters())
     model(torch.ones(1, 8)).sum().backward()
@@ -161,6 +162,7 @@ def test_adam_takes_16_bytes_a_parameter_and_half_of_them_from_the_first_step_on
 
 @pytest.mark.parametrize("assign", [False, True])
 def test_loading_keeps_the_dtype_of_the_model_unless_it_assigns(assign):
+    """AMP0092."""
     model = nn.Linear(2, 2)
     state = {name: tensor.bfloat16() for name, tensor in model.state_dict().items()}
     model.load_state_dict(state, assign=assign)
@@ -168,7 +170,7 @@ def test_loading_keeps_the_dtype_of_the_model_unless_it_assigns(assign):
 
 
 def test_a_checkpoint_is_loaded_to_where_map_location_says():
-    """`meta` stands for a GPU, on which a tensor without `map_location` would be again."""
+    """AMP0141: `meta` stands for a GPU, on which a tensor without `map_location` would be again."""
     file = io.BytesIO()
     torch.save(torch.ones(2), file)
     file.seek(0)
@@ -203,12 +205,14 @@ def scale(*size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 def test_an_fp8_matmul_refuses_scales_and_layouts_in_the_words_that_are_quoted(
     left, right, scale_a, scale_b
 ):
+    """AMP0175."""
     with pytest.raises(RuntimeError) as error:
         torch._scaled_mm(left, right, scale_a, scale_b, out_dtype=torch.bfloat16)
     assert is_quoted("AMP0175", str(error.value)), str(error.value)
 
 
 def test_an_fp8_matmul_takes_one_scale_for_each_row():
+    """AMP0175."""
     product = torch._scaled_mm(
         fp8(32, 64), fp8(48, 64).t(), scale(32, 1), scale(1, 48), out_dtype=torch.bfloat16
     )
@@ -232,6 +236,7 @@ def gradients_of_two_parts(cache_enabled: bool, selective: bool) -> None:
 
 
 def test_selective_checkpointing_misses_a_cast_that_autocast_had_cached():
+    """AMP0158."""
     with pytest.raises(RuntimeError) as error:
         gradients_of_two_parts(cache_enabled=True, selective=True)
     assert is_quoted("AMP0158", str(error.value)), str(error.value)
@@ -252,6 +257,7 @@ class TwoMethods(nn.Module):
 
 
 def test_accelerate_puts_only_the_forward_of_the_prepared_model_under_autocast():
+    """AMP0178."""
     accelerate = pytest.importorskip("accelerate")
     accelerate.state.AcceleratorState._reset_state(True)  # another test may have made one
     accelerator = accelerate.Accelerator(mixed_precision="bf16", cpu=True)

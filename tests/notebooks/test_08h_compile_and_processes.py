@@ -80,6 +80,7 @@ def product_in(block):
 
 
 def test_a_class_around_autocast_breaks_the_graph_and_a_function_does_not():
+    """AMP0180."""
     how = {"backend": "aot_eager", "fullgraph": True}
     message = message_of(lambda: torch.compile(product_in(TorchAutocast), **how)(x))
     assert code_of(f"torch._dynamo.exc.Unsupported: {message}") == "AMP0180"
@@ -104,6 +105,7 @@ def square_over(x):
 
 
 def test_a_compiled_kernel_rounds_once_and_strict_numerics_as_often_as_eager_mode():
+    """AMP0095."""
     large = torch.full((8,), 300.0).half()
     assert square_over(large).isinf().all()
     with warnings.catch_warnings(action="ignore"):  # of torch 2.11
@@ -120,6 +122,7 @@ def test_a_compiled_kernel_rounds_once_and_strict_numerics_as_often_as_eager_mod
 
 
 def test_autocast_causes_another_compilation_and_a_stance_refuses_it():
+    """AMP0184."""
     compiled = torch.compile(lambda x: x @ x, backend="eager")
     compiled(x)
     with torch.compiler.set_stance("fail_on_recompile"), torch.autocast("cpu", dtype=BF16):
@@ -130,6 +133,8 @@ def test_autocast_causes_another_compilation_and_a_stance_refuses_it():
 
 
 def test_traced_under_autocast_a_shared_weight_is_a_constant():
+    """AMP0082."""
+
     class Shared(nn.Module):
         def __init__(self):
             super().__init__()
@@ -174,6 +179,7 @@ def gradient_of(run):
 
 
 def test_a_module_that_stores_a_cast_cannot_be_checkpointed():
+    """AMP0080."""
     message = message_of(
         lambda: gradient_of(lambda x: checkpoint(Rotary(), x, use_reentrant=False))
     )
@@ -230,14 +236,10 @@ def test_a_gradient_of_another_dtype_cannot_be_assigned():
     message = message_of(lambda: setattr(weight, "grad", torch.ones(2).bfloat16()))
     assert code_of(f"RuntimeError: {message}") == "AMP0159"
     weight.grad = torch.ones(2).bfloat16().to(weight.dtype)
-    low = nn.Parameter(torch.ones(2).bfloat16())
-    assert message_of(lambda: setattr(low, "grad", torch.ones(2)))
-    low.grad_dtype = torch.float32
-    low.grad = torch.ones(2)
-    assert low.grad.dtype is torch.float32
 
 
 def test_sync_batch_norm_is_refused_on_a_cpu(group_of_one):
+    """AMP0191."""
     norms = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     model = nn.SyncBatchNorm.convert_sync_batchnorm(norms)
     for refused in (lambda: DistributedDataParallel(model), lambda: model(x)):
@@ -245,6 +247,7 @@ def test_sync_batch_norm_is_refused_on_a_cpu(group_of_one):
 
 
 def test_a_collective_wants_one_dtype(group_of_one):
+    """AMP0190."""
     low = torch.ones(2).bfloat16()
     for refused in (
         lambda: dist.all_gather([torch.ones(2)], low),
@@ -268,6 +271,7 @@ class TakesAnObject(nn.Module):
 
 
 def test_fsdp2_casts_tensors_in_a_dict_but_not_in_another_object(group_of_one):
+    """AMP0193."""
     model = shard(TakesAnObject(), param_dtype=BF16)
     assert model({"x": x}).dtype is BF16
     with pytest.raises(RuntimeError, match="must have the same dtype"):
@@ -275,6 +279,7 @@ def test_fsdp2_casts_tensors_in_a_dict_but_not_in_another_object(group_of_one):
 
 
 def test_fsdp2_casts_no_buffer_and_keeps_the_dtype_of_the_weights(group_of_one):
+    """AMP0193."""
     model = nn.Linear(2, 2)
     model.register_buffer("table", torch.ones(2))
     shard(model, param_dtype=BF16)
@@ -291,6 +296,7 @@ class Branch(nn.Sequential):
 
 
 def test_fsdp2_accumulates_in_two_dtypes_in_torch_2_11(group_of_one):
+    """AMP0192."""
     model = Branch(nn.Linear(2, 2), nn.Linear(2, 2))
     shard(model, param_dtype=BF16, reduce_dtype=torch.float32)
 
@@ -345,6 +351,7 @@ def test_onnx_runtime_refuses_bf16_and_another_input_dtype(newer):
 
 @pytest.mark.parametrize(("opset", "is_refused"), [(14, True), (15, False)])
 def test_a_batch_norm_takes_fp32_weights_from_opset_15_on(opset, is_refused):
+    """AMP0083."""
     model = nn.Sequential(nn.Conv1d(2, 2, 1), nn.BatchNorm1d(2))
     how = {"newer": False, "dtype": torch.float16, "opset_version": opset}
     if is_refused:
