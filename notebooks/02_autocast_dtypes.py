@@ -415,7 +415,7 @@ assert all(table[name][1] == predicted for name, predicted in here.items())
 # - `binary_cross_entropy` is an error on CUDA and XPU: use `binary_cross_entropy_with_logits` ([notebook
 #   08](08f_ops_and_devices.ipynb#BCELoss-is-refused-on-a-GPU) says why).
 #
-# `amp-lab ops --device cuda` [prints the policy of every
+# `amp-lab ops --device cuda` [prints CUDA's list with the policy of each
 # op](../docs/your_model.md#what-would-autocast-do-to-my-model).
 #
 # ## Summary
