@@ -9,16 +9,15 @@
 # %% [markdown]
 # # X-ray your model before you rent the GPU
 #
-# **What you'll do.** Write a small tracer that prints the dtype of each op. Run it under CUDA's autocast
-# rules, even on a machine without CUDA. Then apply the complete tool, `xray`, to a ResNet-50, an LSTM and a
-# GPT, and forecast whether a training step fits into a GPU's memory.
+# **What you'll do.** Write a small tracer that prints the dtype of each op under CUDA's autocast rules.
+# Apply the complete tool, `xray`, to a ResNet-50, an LSTM and a GPT. Forecast whether a training step fits
+# into a GPU's memory.
 #
 # **What you'll learn.**
 # - why you can see autocast's decisions for a device that you do not have;
 # - where the backends treat the same model differently;
 # - why `F.cross_entropy` on fp16 logits is less precise than it looks;
-# - what takes memory in a training step, and which part AMP makes smaller;
-# - in an optional section, how to tell rounding from a mistake when two runs differ.
+# - what takes memory in a training step, and which part AMP makes smaller.
 #
 # **What you need.** [Notebook 02](02_autocast_dtypes.ipynb) for autocast's rules. You need no GPU,
 # and no memory for the large models, because we build them without any values.
@@ -50,8 +49,8 @@ _ = torch.manual_seed(0)
 # %% [markdown]
 # ## The idea in five lines
 #
-# We ask for the dtypes of a tiny network under CUDA's autocast. Before you run this: in which dtype does
-# each of the three layers run? The cell needs no GPU.
+# We ask for the dtypes of a tiny network under CUDA's autocast, without a GPU. Before you run this: in
+# which dtype does each of the three layers run?
 
 # %%
 tiny = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Softmax(-1))
@@ -66,12 +65,12 @@ assert [row.dtype for row in result.rows] == [torch.float16, torch.float32, torc
 #
 # ## A short tracer
 #
-# To see how this works, we build such a tracer from two ideas.
+# A tracer like `xray` rests on two ideas.
 #
 # **See each op.** PyTorch's
 # [dispatcher](https://docs.pytorch.org/devlogs/dispatcher/2026-04-16-how-does-the-dispatcher-work/) sends
 # an op through autocast and autograd to a kernel. A `TorchDispatchMode` sees each op right before its
-# kernel. By then autocast has done its casts, so the mode sees them as separate ops named `_to_copy`.
+# kernel. By then autocast has inserted its casts, so the mode sees them as ops named `_to_copy`.
 
 # %%
 SHORT = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
@@ -102,9 +101,9 @@ class Tracer(TorchDispatchMode):
 # **Pretend to have the device.** Autocast looks at the op, the dtypes and the type of the device, but not
 # at the values. A [*fake
 # tensor*](https://docs.pytorch.org/docs/stable/user_guide/torch_compiler/torch.compiler_fake_tensor.html)
-# has a dtype and a device but no data, so the device need not exist. But `torch.autocast("cuda")`
-# [checks](https://github.com/pytorch/pytorch/blob/main/torch/amp/autocast_mode.py) that CUDA is there. So
-# we do not call it: `rules_of` sets autocast's state itself. `trace_on` then runs a model on fake tensors.
+# has a dtype and a device but no data, so the device need not exist. `torch.autocast("cuda")` would
+# [check](https://github.com/pytorch/pytorch/blob/main/torch/amp/autocast_mode.py) that CUDA is there, so
+# `rules_of` sets autocast's state itself. `trace_on` then runs a model on fake tensors.
 
 
 # %%
@@ -156,7 +155,7 @@ assert fake_rows[-1] == ("native_layer_norm", ("fp32",) * 3, ("fp32",))
 
 # %% [markdown]
 # Each row is one op. The convolution needs three casts, for its input, weight and bias. The linear layer
-# (`addmm`) needs only two, because its input is already fp16. The norm needs one cast up to fp32.
+# needs only two, because its input is already fp16. The norm needs one cast up to fp32.
 #
 # Does a real run show the same rows? We can check this on the CPU: there, the rows of a real run and of a
 # fake run are equal. To check CUDA's rows, you need a CUDA GPU [*(not yet seen on a
@@ -172,8 +171,8 @@ assert tracer.rows == trace_on("cpu", net, images.shape)
 # ## The tool
 #
 # `amp_lab.xray` extends this tracer for real models. It names modules, separates casts from other ops,
-# and handles recurrent layers, attention, tied weights and tensors that
-# are plain attributes of a module. <!-- tests/tracing/test_xray.py --> <!-- tests/tracing/test_fake_device.py -->
+# and handles recurrent layers, attention and tied weights. <!-- tests/tracing/test_xray.py -->
+# <!-- tests/tracing/test_fake_device.py -->
 
 # %%
 xray(net, images, device_type="cuda")
@@ -181,8 +180,10 @@ xray(net, images, device_type="cuda")
 # %% [markdown]
 # The table has a line for each module that computes. `work` is the module's share of the arithmetic in
 # matmuls and convolutions, and `work in` is the dtype of this work. `other ops in` is the dtype of all
-# other ops. "Look at" lists advice. <!-- tests/tracing/test_xray_result.py --> With `real=True`, `xray`
-# traces a run on a device that you have. <!-- tests/tracing/test_xray.py -->
+# other ops. <!-- tests/tracing/test_xray_result.py -->
+#
+# "Look at" lists advice. The first item is typical of tiny batches: the casts, mostly of weights, write
+# more bytes than fp16 saves.
 #
 # ## Three models, three backends
 #
@@ -236,11 +237,9 @@ shares = {key: result.low_share for key, result in found.items()}
 assert {key for key, share in shares.items() if share < 0.99} == {("LSTM", "mps")}
 
 # %% [markdown]
-# The last column shows how much of the arithmetic in matmuls and convolutions runs in low precision. As a
-# rule of thumb, most of AMP's speed-up comes from this part. On MPS the LSTM layer stays in fp32, and the
-# ResNet needs far more casts than on CUDA.
-#
-# To see why, we draw the dtype of each kind of op that computes with floating-point tensors.
+# The last column shows how much of the arithmetic in matmuls and convolutions runs in low precision. On
+# MPS the LSTM layer stays in fp32, and the ResNet needs far more casts than on CUDA. To see why, we draw
+# the dtype of each kind of op that computes with floating-point tensors.
 
 
 # %%
@@ -260,15 +259,14 @@ _ = figures.dtypes_by_model(grid)
 
 # %% [markdown]
 # The figure has a panel for each model, a column for each backend and a row for each kind of op. Dark
-# fields are fp32. The differences between the backends come from three ops:
+# fields are fp32. (`_to_copy` is a cast in the code of the GPT.) Three ops cause the differences:
 #
 # - **`batch_norm`** is fp32 on MPS, and so are the ops between the norm and the next convolution. This
 #   explains the many casts in the ResNet: up before each norm, and down after it.
 # - **`lstm`** is fp32 on MPS.
 # - **`_log_softmax`** in the loss is fp16 on CUDA and MPS, and fp32 on the CPU.
 #
-# `amp-lab ops --device mps` prints the rules of a backend in your version of PyTorch.
-# <!-- tests/tracing/test_op_table.py --> The next cell checks what we read from the figure.
+# The next cell checks what we read from the figure.
 
 # %%
 resnet = grid["ResNet-50"]
@@ -324,10 +322,10 @@ for backend in BACKENDS:
 # the rounded values to fp32, so the dtype of the loss hides the rounding. To avoid the rounding, call
 # **`.float()` on the logits.**
 #
-# How much does the rounding matter? The loss of an untrained language model is about the logarithm of its
-# vocabulary size, here about 11. Near 11, fp16 numbers are 2^-7 apart, and bf16 numbers 2^-4. Rounding
-# changes the loss of each token by up to half of this distance. We round as a GPU does, in bf16, and
-# measure the largest error of a token and the error of the mean:
+# How much does the rounding matter? We take bf16 logits, which lose more than fp16. The loss of an untrained
+# language model is about the logarithm of its vocabulary size, here about 11. Near 11, bf16 numbers are
+# 2^-4 apart, so rounding changes the loss of a token by up to 2^-5, or 0.031. We measure the largest error
+# of a token and the error of the mean:
 
 # %%
 target = torch.randint(50304, (64,))
@@ -361,8 +359,10 @@ memory
 
 # %% [markdown]
 # AMP makes the activations and the temporaries smaller. Weights, gradients and optimizer state have the
-# same size in every column, and AMP adds copies of the weights. In this network the activations take most
-# of the memory, so almost twice the batch fits. Leave some room: the forecast counts only tensors, not the
+# same size in every column. AMP adds copies of the weights (*weights cast by autocast*), and most of them
+# are still alive at the peak. The activations take most of the memory, so almost twice the batch fits.
+#
+# Leave some room: the forecast counts only tensors, not the
 # driver, the workspaces of cuDNN and cuBLAS, or gaps between blocks. We expect it to come within 10 % of a
 # GPU's allocator [*(not yet seen on a GPU)*](../data/results/README.md "memory-forecast").
 
@@ -404,13 +404,13 @@ big_memory = compare_memory(
 big_memory
 
 # %% [markdown]
-# The peak stays the same. Each parameter takes 4 bytes for the weight, 4 for the gradient and 8 for
-# AdamW's state. On a GPU, the optimizer's step works on [all parameters at
-# once](https://docs.pytorch.org/docs/stable/generated/torch.optim.AdamW.html) and temporarily needs
-# another 4 bytes. The peak is in this step, which runs in fp32 in both columns.
+# The peak stays the same, because it is in the optimizer's step, which runs in fp32 in both columns. Each
+# parameter takes 4 bytes for the weight, 4 for the gradient and 8 for AdamW's state. On a GPU, AdamW
+# updates [all parameters at once](https://docs.pytorch.org/docs/stable/generated/torch.optim.AdamW.html)
+# (`foreach`) and temporarily needs another 4 bytes.
 #
-# So here you use AMP for speed. To save memory, use an optimizer that stores fewer bytes for each
-# parameter, or spread the parameters over several GPUs ([notebook 11](11_scale_out.ipynb)).
+# To save memory here, use an optimizer that stores fewer bytes for each parameter, or spread the
+# parameters over several GPUs ([notebook 11](11_scale_out.ipynb)).
 
 # %%
 fp32, bf16 = big_memory["fp32"], big_memory["bf16"]
@@ -443,6 +443,9 @@ command = "memory torchvision.models:mobilenet_v3_small --input 1,3,224,224 --me
 assert amp_lab_command(command.split()) == 0
 
 # %% [markdown]
+# The command reserves 10 % of the memory; `compare_memory` reserves none by default. In fp16 the activations
+# of one image are so small that the peak moves to the optimizer's step.
+#
 # ## Where do two runs diverge? (optional)
 #
 # Two runs of one model give different numbers. Is this rounding, or a mistake? The outputs alone do not
@@ -482,21 +485,19 @@ planted
 
 # %% [markdown]
 # Autocast changes the logits more than the mistake does. But no op adds more error than bf16 rounding
-# explains, so `first_difference` finds nothing in the autocast run. In the copy with the mistake, it
-# names the module and the epsilon. In a terminal, use `amp-lab diff`. <!-- tests/cli/test_diff_command.py -->
+# explains, so `first_difference` finds nothing in the autocast run. In the copy with the mistake, it names
+# the module and the op that adds the epsilon. *Function* means that the two ops differ even without rounding:
+# in fp64, rounding explains at most the *predicted* difference.
 #
 # ## Summary
 #
 # - Autocast decides by the op, the dtypes and the type of the device. So fake tensors show its decisions
 #   for a device that you do not have.
-# - A short `TorchDispatchMode` sees the dtypes and the casts. `xray` adds modules and advice.
 # - On MPS, `batch_norm` and LSTM layers stay in fp32.
 # - Under autocast on CUDA, XPU and MPS, `F.cross_entropy` on fp16 logits rounds its `log_softmax` to fp16
 #   and still returns fp32. Give it `logits.float()`.
-# - AMP makes the activations much smaller, but not weights, gradients and optimizer state. With AdamW and one
+# - AMP makes the activations smaller, but not weights, gradients and optimizer state. With AdamW and one
 #   sequence, the peak of a 7B transformer stays the same.
-# - When two runs differ, `first_difference` names the first op with an error that is too large for
-#   rounding.
 #
 # Next, [notebook 10](10_speed_ladder.ipynb) makes a step faster, one change at a time.
 #
@@ -641,9 +642,6 @@ exercises.check_gigabytes(gigabytes)
 # - PyTorch, [Fake
 #   tensors](https://docs.pytorch.org/docs/stable/user_guide/torch_compiler/torch.compiler_fake_tensor.html):
 #   how they work and what they are for.
-# - PyTorch, [Hooks for saved
-#   tensors](https://docs.pytorch.org/tutorials/intermediate/autograd_saved_tensors_hooks_tutorial.html):
-#   to inspect or move the tensors that autograd saves.
 # - Rajbhandari et al., [ZeRO: Memory Optimizations Toward Training Trillion Parameter
 #   Models](https://arxiv.org/abs/1910.02054), 2019: the bytes per parameter of mixed-precision
 #   training with Adam, and how to spread them.
