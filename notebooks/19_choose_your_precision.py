@@ -112,7 +112,7 @@ print("T4, a model trained in bf16:", choose(turing, "infer", trained_in="bf16")
 #
 # - **bf16** wherever bf16 is fast. It has the range of fp32, so training needs no scaler.
 # - **fp16** where only fp16 is fast: on V100, T4 and RTX 20. Training in fp16 needs a scaler.
-# - **fp32** where no other format is faster, as on GTX 10 and GTX 16, which have no tensor cores. Also use
+# - **fp32** on GPUs without tensor cores or similar units, such as GTX 10 and GTX 16. Also use
 #   fp32 where accuracy matters more than speed: in solvers, in statistics, and for small differences of
 #   large numbers.
 #
