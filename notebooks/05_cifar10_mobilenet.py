@@ -235,8 +235,10 @@ assert all((loss[:, -1] < 0.5 * loss[:, 0]).all() for loss in losses.values())  
 #
 # Accuracy also depends on the seed and on the choice of test images. The *standard error* tells how
 # far the accuracy would typically change with other test images. For an accuracy $p$ on $n$ images it
-# is about $\sqrt{p (1 - p) / n}$. Our rough yardstick: a difference between precisions counts if it is
-# larger than the spread of the seeds plus two standard errors. We compute both, in percentage points:
+# is about $\sqrt{p (1 - p) / n}$.
+#
+# Our rough yardstick is the spread of the seeds plus two standard errors. A difference between precisions
+# counts if it is larger than this sum. We compute all of them, in percentage points:
 
 # %% tags=["nbval-ignore-output"]
 final = {precision: accuracy[:, -1] for precision, accuracy in accuracies.items()}  # (seeds,) each
@@ -251,8 +253,9 @@ for precision, found in final.items():
 print(f"seeds differ by up to {100 * spread:.1f} points, standard error {100 * error:.1f} points")
 
 # %% [markdown]
-# The precisions differ by less than the yardstick, so this run shows no loss of accuracy. To detect a
-# smaller difference, test on more images or train more seeds.
+# The last line gives the yardstick: its first number plus twice its second number. The precisions differ by
+# less, so this run shows no loss of accuracy, even if one mean is lower. To detect a smaller difference,
+# test on more images or train more seeds.
 #
 # ## Find the slow layers
 #
@@ -260,8 +263,8 @@ print(f"seeds differ by up to {100 * spread:.1f} points, standard error {100 * e
 # first convolution, MobileNetV2 has two kinds of convolution:
 #
 # - A *pointwise* convolution has 1x1 kernels and is a matmul over the channels.
-# - A *depthwise* convolution has 3x3 kernels, each of which sees a single channel. So it computes
-#   little for each byte that it moves. We time depthwise convolutions with stride 2 separately.
+# - A *depthwise* convolution has 3x3 kernels, and each kernel sees a single channel. So the convolution
+#   computes little for each byte that it moves. We time depthwise convolutions with stride 2 separately.
 #   <!-- tests/notebooks/test_05_cifar10_mobilenet.py -->
 #
 # We compare FP32 with the fastest 16-bit precision of this device. `compare` runs both precisions in
@@ -303,16 +306,17 @@ assert list(kind_times) == list(KINDS)
 # %% [markdown]
 # Each kind of layer has two bars: FP32 on the left, and autocast, hatched, on the right. The number
 # above a hatched bar is the speed-up of autocast, so a number below 1x means that autocast is slower.
-# The thin lines are the intervals of the times. On this CPU autocast makes both kinds of depthwise
-# layers slower. The four layers with stride 2 lose more time than all other layers gain. On another
-# device, look for a kind of layer that autocast makes much slower. (Grey bars mean that the machine
-# was too busy.)
+# The thin lines are the intervals of the times. (Grey bars mean that the machine was too busy.)
+#
+# On this CPU autocast makes both kinds of depthwise layers slower. The four layers with stride 2 lose more
+# time than all other layers gain. On another device, look for a kind of layer that autocast makes much
+# slower.
 #
 # ## Keep the slow layers in FP32 (optional)
 #
 # Inside an autocast block you can disable autocast for a few layers, which then compute in fp32. We
-# call such a region an *fp32 island*. A kind of depthwise layers goes into an island if the whole
-# interval of its speed-up lies below 1x. <!-- tests/notebooks/test_05_cifar10_mobilenet.py -->
+# call such a region an *fp32 island*. We put the depthwise layers of a kind into islands if the whole
+# interval of the speed-up of this kind lies below 1x. <!-- tests/notebooks/test_05_cifar10_mobilenet.py -->
 
 
 # %%
@@ -358,13 +362,15 @@ assert list(step_times.samples_s) == [*both, "islands"]
 
 # %% [markdown]
 # The number beside each time is its speed-up over FP32, with its interval. If the interval contains
-# 1x, the run does not show a difference. On this CPU, the step with islands is the fastest.
+# 1x, the run does not show a difference. On this CPU, the step with islands is the fastest. Plain autocast
+# is faster than FP32 here, although the layers above lost time: this step has larger images, and also
+# other ops than convolutions.
 #
 # ## Resume: to the last bit
 #
 # A checkpoint has to hold everything that changes during a run: the network, the optimizer, the
-# schedule, the scaler, the random states (dropout draws from them) and the number of epochs done. We
-# test that an interrupted run ends with *the same weights, bit for bit*, as an uninterrupted run.
+# schedule, the scaler, the number of epochs done, and the states of the random generators, which dropout
+# uses. We test that an interrupted run ends with *the same weights, bit for bit*, as an uninterrupted run.
 #
 # We use a tiny run of 16 steps in fp16, on digits of 8x8 pixels
 # ([`course/tiny_run.py`](course/tiny_run.py)). Its loss scale starts far too high, so the scaler has

@@ -14,8 +14,8 @@
 # out of memory at batch 512 in FP32, but not with AMP.
 #
 # **What you'll learn.**
-# - how much memory it saves to freeze the backbone (all layers before the head), and which of its
-#   numbers still change;
+# - how much memory you save by freezing the *backbone* (all layers before the head), and which numbers
+#   in a frozen backbone still change;
 # - how to write one training step for every precision;
 # - how to count the memory of a training step that does not fit into your machine;
 # - why AMP nearly halves this memory, and which tensors keep their size.
@@ -79,10 +79,9 @@ with torch.device("meta"):
 #
 # ## A frozen backbone and a new head
 #
-# We load images and weights. The quick scale uses smaller pictures. The notebook uses Caltech-256 if
-# it is in `data/`, and pretrained weights if torchvision has them in its cache. Otherwise it generates
-# pictures and starts from random weights. To fetch the images and the weights, set `DOWNLOAD` to
-# `True`.
+# We use the images of Caltech-256 if they are in `data/`, and pretrained weights if torchvision has them in
+# its cache. Otherwise the notebook generates pictures and starts from random weights. To fetch the images
+# and the weights, set `DOWNLOAD` to `True`.
 
 # %% tags=["nbval-ignore-output"]
 DOWNLOAD = False  # True: fetch 1.2 GB of photographs and 98 MB of weights where they are missing
@@ -146,9 +145,9 @@ assert len(changed) == 3 * 53  # mean, variance and a counter, in each of 53 bat
 # ## Train in each precision
 #
 # One function serves every precision. The marked lines are AMP, and `enabled=` switches autocast off for
-# FP32. We convert the logits to fp32 because [on
-# CUDA](09_xray_your_model.ipynb#The-surprise-in-cross-entropy) the log-softmax in `cross_entropy` would
-# otherwise be imprecise.
+# FP32. We convert the logits to fp32, because [on
+# CUDA](09_xray_your_model.ipynb#The-surprise-in-cross-entropy) `cross_entropy` would otherwise round its
+# log-softmax to 16 bits.
 
 
 # %%
@@ -211,10 +210,11 @@ for precision in precisions:
     assert abs(accuracy - fp32_accuracy) <= 3 * 2**0.5 * error
 
 # %% [markdown]
-# The percentage beside a loss is relative to FP32. An accuracy of 25 % is chance for four classes. One
-# run of each precision cannot show whether a few percent come from the precision or from chance, so
-# [notebook 04](04_fp32_vs_amp.ipynb#Do-they-learn-the-same?) compares several seeds. [Notebook
-# 05](05_cifar10_mobilenet.ipynb) adds checkpoints and timings.
+# The percentage beside a loss is the difference from FP32. An accuracy of 25 % is chance for the four
+# classes of the generated pictures.
+#
+# One run of each precision cannot show whether a few percent come from the precision or from chance.
+# [Notebook 04](04_fp32_vs_amp.ipynb#Do-they-learn-the-same?) compares several seeds for this reason.
 #
 # Look at the tutorial's table again. Besides the precision, what differs between its runs in FP32 and
 # with AMP?
@@ -226,10 +226,11 @@ assert steps_at == {256: 1050, 512: 530}
 
 # %% [markdown]
 # The AMP run had twice the batch, so it took half as many steps. The accuracy with AMP was 2.2 points
-# lower. The reason may be fewer steps, chance, or fp16. The speed-up is small because a GTX 1060 is
-# older than [Tensor
-# Cores](https://docs.nvidia.com/deeplearning/performance/mixed-precision-training/index.html), the
-# units that multiply fp16 matrices faster. What AMP gave on that GPU was memory for a larger batch.
+# lower. The reason may be fewer steps, chance, or fp16.
+#
+# The speed-up is small, because a GTX 1060 has no [Tensor
+# Cores](https://docs.nvidia.com/deeplearning/performance/mixed-precision-training/index.html), the units
+# that multiply fp16 matrices faster. On that GPU, the gain from AMP was memory for a larger batch.
 #
 # ## Count the memory of a step
 #
@@ -351,11 +352,15 @@ for name in ("FP32, batch 512", "AMP, batch 512"):
 
 # %% [markdown]
 # Each line is about one kind of tensor: how many there are, and the size, dtype and shape of each. The
-# peak is in the first residual block, where three tensors with 256 maps are alive: the output of the
-# block's three convolutions, and the shortcut before and after its batch normalisation. The tensor with 64
-# maps is the block's input. The tensor with 3 channels holds the images. With AMP all maps take half the
-# bytes, but the images stay fp32. Earlier maps are already freed, because no parameter of the frozen
-# backbone needs a gradient.
+# peak is in the first residual block:
+#
+# - Three tensors have 256 maps: the output of the main branch (three convolutions), and the shortcut before
+#   and after batch normalisation.
+# - The tensor with 64 maps is the input of the block.
+# - The tensor with 3 channels holds the images.
+#
+# With AMP all maps take half the bytes, but the images stay fp32. Earlier maps are already freed, because
+# no parameter of the frozen backbone needs a gradient.
 #
 # ## Train the backbone too
 #
@@ -393,9 +398,8 @@ _ = figures.memory_by_dtype(
 #
 # ## The largest batch
 #
-# How many images fit into 6 GiB? Memory grows linearly with the batch size: it grows twice as much
-# from 256 to 512 as from 128 to 256. So two counts tell us how many bytes a step always takes, and how
-# many bytes each image adds.
+# How many images fit into 6 GiB? The memory grows linearly with the batch size, which the first assert
+# checks. So two counts tell us how many bytes a step always takes, and how many bytes each image adds.
 
 # %%
 small, half, whole = (peak(size, torch.float32).peak_bytes for size in (128, 256, 512))
