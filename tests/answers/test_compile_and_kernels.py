@@ -58,6 +58,7 @@ def rope_inputs() -> list[torch.Tensor]:
 
 
 def test_the_compiled_result_is_nearer_to_the_exact_one(compiler):
+    """AMP0095."""
     inputs = rope_inputs()
     exact = rope(*(values.double() for values in inputs))
     eager, compiled = rope(*inputs), torch.compile(rope)(*inputs)
@@ -68,6 +69,7 @@ def test_the_compiled_result_is_nearer_to_the_exact_one(compiler):
 
 @pytest.mark.skipif(not hasattr(torch._inductor.config, "numerics"), reason="new in torch 2.15")
 def test_strict_numerics_keep_the_bits_of_eager_mode(compiler):
+    """AMP0095."""
     inputs = rope_inputs()
     names = {"torch": torch, "function": rope}
     exec(code_of("same bits"), names)
@@ -250,6 +252,7 @@ def plain_attention(q, k, v):
 
 
 def test_sdpa_is_nearer_to_the_exact_result_than_plain_ops():
+    """AMP0255."""
     q, k, v = (torch.randn(1, 4, 64, 32).to(BF16) for _ in range(3))
     exact = plain_attention(q.double(), k.double(), v.double())
     assert error_of(plain_attention(q, k, v), exact) == pytest.approx(5e-3, abs=1e-3)
@@ -312,6 +315,7 @@ def norm_row(norm: nn.Module):
 
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
 def test_the_rule_for_rms_norm_and_a_norm_that_is_exempt():
+    """AMP0251."""
     names = {"torch": torch, "F": F}
     exec(code_of("RMSNorm"), names)
     exempt = names["BF16RMSNorm"]
@@ -328,6 +332,7 @@ def test_the_rule_for_rms_norm_and_a_norm_that_is_exempt():
 
 @pytest.mark.usefixtures("each_warning")
 def test_a_weight_in_fp32_leaves_the_fused_norm():
+    """AMP0251."""
     x = torch.randn(4, 64).to(BF16)
     with pytest.warns(UserWarning, match="Mismatch dtype between input and weight"):
         torch.nn.functional.rms_norm(x, (64,), torch.ones(64))
@@ -349,6 +354,7 @@ def test_an_op_of_your_own_gets_the_registered_dtype():
 
 
 def test_vmap_adds_the_bias_in_fp32():
+    """AMP0253."""
     layer, x = nn.Linear(8, 8), torch.randn(4, 8)
     unbiased = nn.Linear(8, 8, bias=False)
     with torch.autocast("cpu", dtype=BF16):
@@ -401,7 +407,7 @@ for dtype, options in [
 
 @pytest.mark.slow
 def test_a_second_process_takes_the_kernels_of_the_first(tmp_path):
-    """Each dtype of autocast, and each setting of the compiler, has kernels of its own."""
+    """AMP0254: each dtype of autocast, and each setting of the compiler, has kernels of its own."""
     environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
     printed = []
     for _ in range(2):

@@ -80,6 +80,7 @@ def expandable_segments(**variables: str) -> str:
 @pytest.mark.slow
 @pytest.mark.skipif(torch.version.cuda is None, reason="a build without CUDA's allocator")
 def test_both_names_of_the_variable_work_and_the_old_one_wins():
+    """AMP0270."""
     on, off = "expandable_segments:True", "expandable_segments:False"
     assert expandable_segments(PYTORCH_CUDA_ALLOC_CONF=on) == "True"
     assert expandable_segments(PYTORCH_ALLOC_CONF=on) == "True"
@@ -87,6 +88,7 @@ def test_both_names_of_the_variable_work_and_the_old_one_wins():
 
 
 def test_an_unknown_option_of_the_allocator_raises():
+    """AMP0270."""
     with pytest.raises(ValueError, match="Unrecognized key 'expandeable_segments'"):
         torch._C._accelerator_setAllocatorSettings("expandeable_segments:True")
 
@@ -123,6 +125,7 @@ def peak_of_accumulation(batch: int, count: int) -> float:
 
 
 def test_the_peak_does_not_depend_on_the_number_of_accumulated_batches():
+    """AMP0272."""
     assert peak_of_accumulation(1024, 1) == pytest.approx(20, abs=0.1)
     assert peak_of_accumulation(256, 4) == pytest.approx(12, abs=0.1)
     assert peak_of_accumulation(256, 2) == peak_of_accumulation(256, 4)
@@ -130,6 +133,7 @@ def test_the_peak_does_not_depend_on_the_number_of_accumulated_batches():
 
 
 def test_each_checkpointed_part_keeps_its_input():
+    """AMP0272."""
     kept = [round(forecast(parts).activations / MIB) for parts in (0, 4, 8)]
     assert kept == [88, 26, 19]
 
@@ -155,6 +159,7 @@ def test_checkpointing_under_autocast_changes_no_gradient():
 
 
 def test_where_checkpointing_does_not_lower_the_peak():
+    """AMP0272."""
     assert forecast(parts=1).peak == forecast(parts=0).peak
     assert forecast(parts=4).peak < 0.7 * forecast(parts=0).peak
     assert forecast(parts=8).peak_phase == "optimizer"
@@ -185,6 +190,7 @@ def test_the_logits_of_an_evaluation_fill_a_gpu():
 
 
 def test_a_caught_exception_keeps_the_tensors_of_the_failed_step():
+    """AMP0271."""
     alive = weakref.WeakSet()
 
     def train_step(batch):
@@ -211,6 +217,7 @@ def test_a_caught_exception_keeps_the_tensors_of_the_failed_step():
 
 
 def test_a_notebook_keeps_the_tensors_of_the_last_error_only():
+    """AMP0271."""
     shells = pytest.importorskip("IPython.core.interactiveshell", reason="IPython is not installed")
     alive = weakref.WeakSet()
     shell = shells.InteractiveShell()

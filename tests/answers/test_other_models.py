@@ -49,6 +49,7 @@ def state_after(dtype: torch.dtype) -> float:
 
 
 def test_a_recurrent_state_in_16_bits_stops_too_early():
+    """AMP0273."""
     assert torch.tensor(0.999).to(BF16) == 1
     assert state_after(torch.float32) == pytest.approx(0.983, abs=1e-3)
     assert state_after(BF16) == 0.5
@@ -82,6 +83,7 @@ def second_derivatives(scale: float, dtype: torch.dtype | None) -> torch.Tensor:
 
 
 def test_second_derivatives_leave_the_range_of_fp16():
+    """AMP0274."""
     assert (~second_derivatives(2000, FP16).isfinite()).float().mean() == pytest.approx(
         0.62, abs=0.05
     )
@@ -96,6 +98,7 @@ def test_second_derivatives_leave_the_range_of_fp16():
 
 
 def test_nms_wants_fp32():
+    """AMP0275."""
     ops = pytest.importorskip("torchvision").ops
     boxes = torch.tensor([[0.0, 0.0, 10.0, 10.0], [1.0, 1.0, 11.0, 11.0]])
     scores = torch.tensor([0.9, 0.8])
@@ -120,6 +123,7 @@ def test_coordinates_in_bf16_are_rounded():
 
 
 def test_a_sampling_grid_in_bf16_moves_samples():
+    """AMP0277."""
     theta, images = torch.eye(2, 3)[None], torch.ones(1, 1, 4, 2048, dtype=BF16)
     with torch.autocast("cpu", dtype=BF16):
         low = F.affine_grid(theta, images.shape, align_corners=False)
@@ -133,6 +137,7 @@ def test_a_sampling_grid_in_bf16_moves_samples():
 
 
 def test_ctc_loss_wants_fp32():
+    """AMP0276."""
     logits = torch.randn(20, 2, 5)
     names = {
         "targets": torch.tensor([[1, 2], [3, 4]]),
@@ -155,6 +160,7 @@ def test_timestep_937_becomes_936_in_bf16():
 
 
 def test_the_temperature_of_a_contrastive_loss_needs_fp32():
+    """AMP0278."""
     scale = torch.tensor(math.log(100))
     assert scale.to(BF16).exp() == 99
     assert torch.tensor(4.5, dtype=BF16) - 0.01 == 4.5
@@ -170,6 +176,7 @@ def test_the_temperature_of_a_contrastive_loss_needs_fp32():
 
 
 def test_a_clamp_in_the_forward_pass_stops_a_large_temperature_from_learning():
+    """AMP0278."""
     largest = math.log(100)
     logit_scale = torch.tensor(largest + 1, requires_grad=True)
     logit_scale.clamp(max=largest).exp().backward()
@@ -187,6 +194,7 @@ def test_cross_entropy_runs_in_fp32():
 
 @pytest.mark.usefixtures("each_warning")
 def test_complex_numbers_under_autocast():
+    """AMP0279."""
     layer = nn.Linear(2, 2, dtype=torch.complex64)
     with torch.autocast("cpu", dtype=BF16):
         assert layer(torch.ones(1, 2, dtype=torch.complex64)).dtype is torch.complex64

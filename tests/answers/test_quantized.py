@@ -113,6 +113,7 @@ def load(question, folder):
 
 
 def test_an_fp8_checkpoint_needs_its_scales(fp8_checkpoint):
+    """AMP0282."""
     model, stored, _ = fp8_checkpoint
     names = {"torch": torch}
     exec(program("How do I convert an FP8 checkpoint to bf16?"), names)
@@ -125,6 +126,7 @@ def test_an_fp8_checkpoint_needs_its_scales(fp8_checkpoint):
 
 
 def test_transformers_dequantizes_an_fp8_checkpoint(fp8_checkpoint):
+    """AMP0282."""
     model, _, folder = fp8_checkpoint
     loaded = load("Can I fine-tune a 4-bit, 8-bit or FP8 checkpoint directly?", folder)
     assert {value.dtype for value in loaded.parameters()} == {torch.bfloat16}
@@ -182,6 +184,7 @@ def test_4_bit_layers_compute_in_the_compute_dtype(llama, monkeypatch):
 
 
 def test_merging_into_4_bits_loses_most_of_a_small_update(llama):
+    """AMP0200."""
     bitsandbytes = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
     peft = pytest.importorskip("peft", reason="peft is not installed")
 
@@ -200,6 +203,7 @@ def test_merging_into_4_bits_loses_most_of_a_small_update(llama):
 
 
 def test_8_bit_adam_of_bitsandbytes():
+    """AMP0281."""
     bitsandbytes = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
     model = nn.Sequential(nn.Embedding(64, 64), nn.Linear(64, 64))
     optimizer = bitsandbytes.optim.AdamW8bit(model.parameters())
@@ -284,6 +288,7 @@ def test_adapters_of_a_torchao_base_are_in_fp32_and_train():
 
 
 def test_integers_have_no_gradients():
+    """AMP0283."""
     with pytest.raises(RuntimeError, match="floating point"):
         torch.zeros(2, dtype=torch.int8, requires_grad=True)
 
@@ -292,6 +297,7 @@ def test_integers_have_no_gradients():
 
 
 def test_8_bit_adam_of_torchao_and_its_state():
+    """AMP0281."""
     optim = pytest.importorskip("torchao.optim", reason="torchao is not installed")
     small = nn.Linear(256, 8, bias=False)  # 2048 = 8 * 256 values
     optimizer = optim.AdamW8bit(small.parameters())
@@ -398,6 +404,7 @@ def test_an_outlier_costs_more_if_activations_are_rounded_too():
 
 
 def test_half_does_not_change_quantized_weights():
+    """AMP0312."""
     quantization = pytest.importorskip("torchao.quantization", reason="torchao is not installed")
     model = nn.Sequential(nn.Linear(64, 64))
     names = {"torch": torch, "model": model} | vars(quantization)
@@ -411,6 +418,7 @@ def test_half_does_not_change_quantized_weights():
 
 
 def test_torchao_takes_the_place_of_quantize_dynamic():
+    """AMP0284."""
     needs_int8_matmul()
     pytest.importorskip("torchao.quantization", reason="torchao is not installed")
     from torch.ao.quantization import prepare
@@ -430,6 +438,7 @@ def test_torchao_takes_the_place_of_quantize_dynamic():
 
 
 def test_fnuz_has_half_the_value_and_no_negative_zero():
+    """AMP0286."""
     question = "Does an FP8 checkpoint work on an MI300 (fnuz)?"
     weight = torch.tensor([*range(127), *range(128, 255)], dtype=torch.uint8).view(E4M3)
     names = {"torch": torch, "weight": weight, "scale": torch.tensor(0.25)}
@@ -440,6 +449,8 @@ def test_fnuz_has_half_the_value_and_no_negative_zero():
 
 
 def test_an_fp8_cache_with_scale_1_clips_large_keys():
+    """AMP0199."""
+
     def stored(values, scale):
         return (values / scale).clamp(-448, 448).to(E4M3).float() * scale
 
@@ -451,6 +462,7 @@ def test_an_fp8_cache_with_scale_1_clips_large_keys():
 
 
 def test_fast_accumulation_loses_more_in_longer_sums():
+    """AMP0280."""
     lost = {}
     for k in (256, 4096):
         for fast in (True, False):
@@ -511,6 +523,7 @@ def test_casts_in_the_model_keep_ops_of_onnx_in_fp32(norm_and_input):
 
 
 def test_blocked_ops_of_onnx_overflow_between_two_of_them(norm_and_input):
+    """AMP0287."""
     float16 = pytest.importorskip("onnxruntime.transformers.float16")
     model, x = norm_and_input
     exact = model(x)

@@ -93,6 +93,7 @@ def test_an_update_below_one_512th_is_lost_in_bf16():
 
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 def test_the_trainer_updates_the_weights_in_the_dtype_of_the_model(dtype, saved_in_bf16, tmp_path):
+    """AMP0262."""
     auto = library("transformers").AutoModelForCausalLM
     chosen = {} if dtype is BF16 else {"dtype": FP32}
     model = auto.from_pretrained(saved_in_bf16, **chosen)
@@ -112,6 +113,7 @@ def test_the_code_loads_in_fp32(saved_in_bf16):
 
 
 def test_accelerate_keeps_the_dtype_of_the_model(accelerate):
+    """AMP0269."""
     accelerator = accelerate.Accelerator(mixed_precision="bf16", cpu=True)
     assert accelerator.prepare(nn.Linear(2, 2).to(BF16)).weight.dtype is BF16
     assert accelerator.prepare(nn.Linear(2, 2)).weight.dtype is FP32
@@ -171,6 +173,7 @@ class Products(nn.Module):
 
 @pytest.mark.parametrize("with_autocast", [False, True])
 def test_fsdp2_has_no_list_of_ops_in_fp32(with_autocast, mesh):
+    """AMP0266."""
     model = Products()
     fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(BF16, FP32))
     with torch.autocast("cpu", BF16, enabled=with_autocast):
@@ -193,6 +196,7 @@ def test_fsdp1_casts_in_one_process(mesh):
 
 
 def test_the_code_publishes_in_bf16(tmp_path):
+    """AMP0268."""
     auto = library("transformers").AutoModelForCausalLM
     checkpoint, published = tmp_path / "fp32", tmp_path / "bf16"
     model = llama()
@@ -226,6 +230,7 @@ def test_loading_casts_the_state_to_the_dtype_of_the_weights():
 
 
 def test_a_full_evaluation_leaves_the_model_in_bf16(tmp_path):
+    """AMP0265."""
     trainer = trainer_of(
         llama(), tmp_path, bf16=True, bf16_full_eval=True, eval_strategy="steps", eval_steps=1
     )
@@ -259,11 +264,13 @@ def test_fp16_trains_in_fp32_on_a_cpu(tmp_path, accelerate):
 
 
 def test_the_trainer_takes_one_16_bit_precision(tmp_path):
+    """AMP0263."""
     with pytest.raises(ValueError, match="At most one of fp16 and bf16 can be True"):
         trainer_of(llama(), tmp_path, fp16=True, bf16=True)
 
 
 def test_accelerate_has_one_precision(accelerate):
+    """AMP0264."""
     accelerate.Accelerator(mixed_precision="bf16", cpu=True)
     with pytest.raises(ValueError, match="AcceleratorState has already been initialized"):
         accelerate.Accelerator(mixed_precision="no", cpu=True)
@@ -276,6 +283,7 @@ def test_accelerate_has_one_precision(accelerate):
 
 
 def test_lightning_refuses_names_and_two_precisions():
+    """AMP0263."""
     lightning = library("lightning.pytorch")
     mixed = lightning.plugins.MixedPrecision
     options = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False}
@@ -339,6 +347,7 @@ def scaled_step(model):
 
 
 def test_peft_casts_adapters_and_no_other_trained_modules():
+    """AMP0267."""
     model = adapted(FP16, modules_to_save=["lm_head"])
     dtypes = {"lora": set(), "lm_head": set()}
     for name, weight in model.named_parameters():
@@ -354,6 +363,7 @@ def test_peft_casts_adapters_and_no_other_trained_modules():
 
 
 def test_peft_refuses_an_old_torchao():
+    """AMP0261."""
     library("torchao")
     checks = library("peft").import_utils
     old = mock.patch.object(checks.importlib_metadata, "version", return_value="0.15.0")
@@ -390,6 +400,7 @@ def steps_taken(program: str, parallel: str) -> list[int]:
 @pytest.mark.slow
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
 def test_all_ranks_skip_the_same_batches(parallel):
+    """AMP0189."""
     assert values_of(steps_taken, 2, code_of("bad batch"), parallel) == [[0, 3], [0, 3]]
 
 

@@ -119,6 +119,7 @@ def test_an_exported_program_takes_any_batch():
 
 
 def test_autocast_inside_a_model_is_exported_as_a_region_that_becomes_casts():
+    """AMP0099."""
     program = torch.export.export(CastsItself(8, 8), (torch.zeros(2, 8),))
     assert CASTS_ITSELF in str(program.graph)
     assert {weight.dtype for weight in program.state_dict.values()} == {torch.float32}
@@ -130,6 +131,7 @@ def test_autocast_inside_a_model_is_exported_as_a_region_that_becomes_casts():
 
 @pytest.mark.slow
 def test_onnx_runtime_refuses_what_was_exported_inside_autocast():
+    """AMP0062."""
     onnxruntime = pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")
     with torch.autocast("cpu", dtype=BF16):
@@ -229,6 +231,7 @@ class Positions(nn.Module):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("newer", [True, False])
 def test_onnx_runtime_refuses_an_fp16_arange_of_the_older_exporter(newer):
+    """AMP0063."""
     onnxruntime = pytest.importorskip("onnxruntime", reason="pip install onnxruntime onnxscript")
     pytest.importorskip("onnxscript", reason="pip install onnxruntime onnxscript")
     images, file = torch.zeros(3, 2, dtype=torch.float16), io.BytesIO()
