@@ -267,6 +267,7 @@ print(f"fp32 logits: {1024 * 8000 * 4 / 2**20:.1f} MiB, one chunk: {64 * 8000 * 
 #   16](16_low_precision_state.ipynb)).
 #
 # peft, the LoRA library of Hugging Face, does the same, unless you pass `autocast_adapter_dtype=False`.
+# <!-- tests/notebooks/test_17_language_model.py -->
 #
 # Under bf16 autocast, the adapters' matmuls run in bf16 like all others. Without autocast, they run in
 # fp32. Then the adapter's input has to be cast up to fp32, and its output back to the dtype of the base's
