@@ -122,8 +122,8 @@ assert layers.Dense(3).compute_dtype == "float16"
 # in its `call`.
 #
 # Some of Keras's own layers use float32 where float16 would overflow. For example, batch normalization
-# computes its squares in float32. A layer that you write computes everything in float16. The layer
-# below overflows unless you set its dtype to float32:
+# computes its squares in float32. But under `mixed_float16`, a layer that you write computes everything in
+# float16. The layer below overflows unless you set its dtype to float32:
 
 
 # %%
@@ -231,13 +231,13 @@ assert by_layer.optimizer.initial_scale == 2**15
 assert torch.amp.GradScaler("cpu").get_growth_interval() == by_layer.optimizer.dynamic_growth_steps
 
 # %% [markdown]
-# To clip gradients, set `clipnorm` on the inner (wrapped) optimizer. It receives gradients that are
-# already divided by the scale, so you need no `unscale_`. <!-- tests/notebooks/test_12_keras.py -->
+# To clip gradients, set `clipnorm` on the inner (wrapped) optimizer. The inner optimizer receives gradients
+# that are already divided by the scale, so you need no `unscale_`. <!-- tests/notebooks/test_12_keras.py -->
 #
 # ## Fit
 #
-# Now we train MobileNetV2 on handwritten digits, enlarged to 32x32 pixels, with the channels last. With
-# `AMP_LAB_SCALE=quick`, the network has about a third of the channels and only the first six blocks.
+# Now we train MobileNetV2 on handwritten digits, enlarged to 32x32 pixels, with the channels last. At the
+# quick scale, the network has about a third of the channels and only the first six blocks.
 
 # %%
 config = {
@@ -307,10 +307,9 @@ for backend, policies in fitted.items():
         assert found["steps"] > 0.8 * full["steps"]
 
 # %% [markdown]
-# Each row shows how far the loss fell, as a percentage of how far it fell in float32. On both backends
-# the three policies learn alike. With `mixed_float16` some steps may be skipped, because the loss
-# scale starts too high. Whether a policy is faster depends on the hardware and the network ([notebook
-# 05](05_cifar10_mobilenet.ipynb)).
+# Each row shows the number of steps that changed the weights, and how far the loss fell. The loss drop of
+# float32 is 100 %, so a row above 100 % fell farther. With `mixed_float16` some steps may be skipped,
+# because the loss scale starts too high. On both backends the three policies learn alike.
 #
 # ## Write the step
 #
@@ -429,8 +428,9 @@ for backend, record in trained.items():
 #
 # ## A mistake in a custom step
 #
-# In Keras 3, `apply` divides the gradients by the scale. If you also divide by hand, as in
-# TensorFlow 2.x, or forget `scale_loss`, `apply` gets unscaled gradients and raises no error:
+# In Keras 3, `apply` divides the gradients by the scale. If you forget `scale_loss`, or divide by hand too,
+# as in TensorFlow 2.x, `apply` divides gradients that are not scaled. It raises no error. We compare how far
+# a weight moves with a scaled gradient and with one that is not scaled:
 
 # %%
 gradient = ops.convert_to_tensor([0.5])

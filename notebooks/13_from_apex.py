@@ -194,8 +194,8 @@ check_close(runs["autocast"], runs["O2"], tolerance=2**-9)  # 4 roundings of fp1
 assert runs["autocast"].losses != runs["O2"].losses
 
 # %% [markdown]
-# The losses are close, but not equal. Apex made the master weights *after* it had cast the model to
-# fp16, so they start with only 11 significant bits.
+# The losses are close, but not equal: they differ by up to 0.2 % of the largest loss. Apex made the master
+# weights *after* it had cast the model to fp16, so the master weights start with only 11 significant bits.
 #
 # ### O3: everything in fp16
 #
@@ -205,8 +205,9 @@ assert runs["autocast"].losses != runs["O2"].losses
 # O3 has two problems:
 #
 # - Small weight updates are rounded away ([notebook 16](16_low_precision_state.ipynb)).
-# - Adam divides by the root of an average of squared gradients, plus 1e-8. For a first gradient of 0.0005,
-#   the average (0.001 times its square) and 1e-8 both become zero in fp16, so Adam divides by zero.
+# - Adam divides by the root of an average of squared gradients, plus 1e-8. In fp16, both can become zero,
+#   and then Adam divides by zero. For a first gradient of 0.0005, the average is 0.001 times the square of
+#   the gradient. We check that this average and 1e-8 are zero in fp16:
 
 # %%
 assert 0.001 * torch.tensor(5e-4).half() ** 2 == 0 == torch.tensor(1e-8).half()
@@ -270,8 +271,8 @@ ours, theirs = (parameters_to_vector(m.parameters()) for m in (model, old_model)
 torch.testing.assert_close(ours, theirs, rtol=SAME, atol=SAME)
 
 # %% [markdown]
-# It is easy to forget `unscale_`. Without `unscale_`, you clip gradients that are still scaled, and they
-# become almost zero ([notebook 07](07_training_recipes.ipynb)).
+# Do not forget `unscale_`. Without `unscale_`, you clip gradients that are still scaled, and after the
+# scaler has divided them by the scale, they are almost zero ([notebook 07](07_training_recipes.ipynb)).
 #
 # Apex's options have replacements too:
 #
@@ -279,7 +280,7 @@ torch.testing.assert_close(ours, theirs, rtol=SAME, atol=SAME)
 # |---|---|
 # | `delay_unscale=True`, to accumulate | `scale(loss).backward()` for each micro-batch, then one `step` |
 # | `num_losses=2`, `loss_id=1` | one scaler for all losses; with several optimizers, a `step` for each, then one `update` |
-# | `loss_scale=128.0` | `init_scale=128.0`, and `scaler.update(128.0)` instead of `update()`; an overflow skips the step, which Apex did not do |
+# | `loss_scale=128.0` | `init_scale=128.0`, and `scaler.update(128.0)` instead of `update()`; an overflow now skips the step (Apex did not skip it) |
 # | `min_loss_scale`, `max_loss_scale` | `scaler.update(float(limit))` after `update()` if `get_scale()` is beyond the limit |
 # | `keep_batchnorm_fp32` | not needed: weights and statistics of batch norm stay fp32 |
 # | `cast_model_outputs` | `.float()` on the output, after the autocast block |
@@ -402,8 +403,8 @@ if find_spec("libcst") is not None:
 # checkpoints have these complications:
 #
 # - names begin with `module.` if the model was wrapped for several GPUs;
-# - at O2 the weights are fp32 but hold fp16 values, because Apex's `state_dict` [cast
-#   them](https://github.com/NVIDIA/apex/blob/e13873debc4699d39c6861074b9a3b2a02327f92/apex/amp/_initialize.py);
+# - at O2 the weights are fp32 but hold fp16 values, because Apex's `state_dict` [cast the fp16 weights to
+#   fp32](https://github.com/NVIDIA/apex/blob/e13873debc4699d39c6861074b9a3b2a02327f92/apex/amp/_initialize.py);
 # - the master weights are missing, unless the program saved them. NVIDIA's BERT in
 #   [DeepLearningExamples](https://github.com/NVIDIA/DeepLearningExamples/blob/e5428044f7af25e02bfc719be9cbee4fe65943e5/PyTorch/LanguageModeling/BERT/run_pretraining.py)
 #   saved `list(amp.master_params(optimizer))` as `master params`, in the order of the optimizer's groups.
@@ -421,10 +422,12 @@ INTERVAL = 6
 whole = train_and_save("O1", batches, new_model(device), PATH, INTERVAL)
 
 # %% [markdown]
-# The file contains tensors, numbers, lists and dictionaries. So we can read it with
+# The file contains only tensors, numbers, lists and dictionaries. So we can read it with
 # `weights_only=True`, which [is meant to run no code from the
-# file](https://docs.pytorch.org/docs/stable/notes/serialization.html). We have to translate the scaler's
-# state: Apex's `unskipped` is today's `_growth_tracker`.
+# file](https://docs.pytorch.org/docs/stable/notes/serialization.html).
+#
+# We have to translate the scaler's state. Apex's `unskipped`, the number of good steps in a row, is today's
+# `_growth_tracker`.
 
 
 # %%
@@ -496,8 +499,8 @@ folder.cleanup()
 # - In the loop, `scale_loss` becomes `scale(loss).backward()`, and `optimizer.step()` becomes
 #   `scaler.step(optimizer)`. At the end of its block, Apex unscaled the gradients and updated the scale
 #   for you. Now call `unscale_` before you clip, and `update` after the step.
-# - When you move from `torch.cuda.amp`, pass the dtype, and the device before other positional
-#   arguments. `amp-lab migrate` does this for you.
+# - When you move from `torch.cuda.amp`, always pass the dtype, and pass the device as the first argument.
+#   `amp-lab migrate` does both for you.
 # - An Apex checkpoint stores the loss scale under other names. At O2 it often has no master weights.
 #   With them, our run resumed exactly.
 #
