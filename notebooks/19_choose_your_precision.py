@@ -37,9 +37,9 @@ device, scale = start()  # AMP_LAB_DEVICE and AMP_LAB_SCALE override the choice
 # ## The idea in five lines
 #
 # The best precision depends on the hardware, so we measure. `describe_device` times a matmul in each
-# precision, and recommends one. To find out how the device rounds, it also multiplies numbers whose exact
-# product is known. The cell prints the recommendation and the rounding.
-# Before you run the cell, predict which precision it recommends for your machine. <!-- tests/core/test_device.py -->
+# precision and recommends one of them. It also multiplies numbers whose exact product is known, to find
+# out how the device rounds. <!-- tests/core/test_device.py --> The cell prints the recommendation and the
+# rounding. Before you run this: which precision does it recommend for your machine?
 
 # %% tags=["nbval-ignore-output"]
 report = describe_device(device)
@@ -56,14 +56,15 @@ assert report.values["bf16"].input_bits == 8
 # %% [markdown]
 # Each line describes a matmul in one precision:
 #
-# - **bits**: how many significant bits of an input the matmul uses. It uses 24 in fp32, 11 in fp16 and
+# - **bits**: how many significant bits of an input the matmul uses. That is 24 in fp32, 11 in fp16 and
 #   TF32, and 8 in bf16.
 # - **subnormals**: numbers below the format's normal range. Some devices replace them by 0.
 # - **sums**: the largest error of a sum of 4,096 products. Its unit, *ulp*, is the spacing of the format
 #   at the result. In fp32, several ulp are usual. In fp16 and bf16, 0.5 ulp is the best possible value,
 #   and several ulp may mean that the device adds in 16 bits.
 #
-# `amp-lab doctor` prints these values and the speeds. <!-- tests/core/test_device.py -->
+# The recommendation comes from the speeds. `amp-lab doctor` prints them too.
+# <!-- tests/core/test_device.py -->
 #
 # ## The decision
 #
@@ -71,8 +72,9 @@ assert report.values["bf16"].input_bits == 8
 # `GPUS` lists these formats for each GPU that `amp-lab advise --for` knows
 # ([NVIDIA](https://nvidia.github.io/TransformerEngine/support_matrix.html),
 # [AMD](https://rocm.docs.amd.com/en/latest/reference/precision-support.html)). If your GPU is not in the
-# list, look for the same architecture: all RTX 30 are Ampere, like the RTX 3090. We print the list. Then
-# we write `choose`, which returns a precision, and call it for each architecture:
+# list, look for the same architecture: all RTX 30 are Ampere, like the RTX 3090.
+#
+# We print the list, write a function `choose` that returns a precision, and call it for each architecture:
 
 # %%
 kinds = {}
@@ -117,14 +119,16 @@ print("T4, a model trained in bf16:", choose(turing, "infer", trained_in="bf16")
 #   large numbers.
 #
 # For training, use autocast and keep the weights in fp32. For inference, cast the weights once, which halves
-# their memory. If both 16-bit formats are fast, `choose` returns bf16, because it does not know your model's
-# values. If your values stay far below 65504, the largest number of fp16, then fp16 is usually more accurate
-# for inference, because it has three more bits ([notebook 18](18_inference_and_export.ipynb)). For a model
-# that was trained in bf16, [check this first](#Trained-in-bf16,-on-a-GPU-without-it).
+# their memory.
+#
+# For inference where both 16-bit formats are fast, `choose` returns bf16, because it does not know your
+# model's values. If they stay far below 65504, the largest number of fp16, then fp16 is usually more
+# accurate, because it has three more bits ([notebook 18](18_inference_and_export.ipynb)). For a model that
+# was trained in bf16, [check the values first](#Trained-in-bf16,-on-a-GPU-without-it).
 #
 # Start with the precision from `choose`, then measure. `amp-lab advise` times each precision on your model
-# and machine ([notebook 10](10_speed_ladder.ipynb)). Try training with fewer than 16 bits, such as in FP8, only
-# after bf16 works ([notebook 15](15_below_16_bits.ipynb)).
+# and machine ([notebook 10](10_speed_ladder.ipynb)). Try FP8 or other formats below 16 bits only after
+# training in bf16 works ([notebook 15](15_below_16_bits.ipynb)).
 #
 # If your model does not fit into memory, `amp-lab memory` forecasts [what takes the
 # memory](../docs/your_model.md):
@@ -144,7 +148,7 @@ print("T4, a model trained in bf16:", choose(turing, "infer", trained_in="bf16")
 # | GTX 16 | fp16 gives NaN in some models ([report](https://github.com/pytorch/pytorch/issues/58123), [another report](https://github.com/pytorch/pytorch/issues/77955)) | use fp32 |
 # | V100, GTX 10 | PyTorch 2.14 for CUDA 12.6 is [the last version with kernels for these GPUs](https://github.com/pytorch/pytorch/issues/190385) | install this version |
 # | V100, T4, RTX 20 | these GPUs [emulate bf16 and have no TF32](../docs/hardware.md#t4-v100-and-rtx-20) | use fp16 |
-# | RTX 30, RTX 40 | [data sheets give two rates for fp16](https://images.nvidia.com/aem-dam/Solutions/geforce/ada/nvidia-ada-gpu-architecture.pdf). The higher rate is for sums in fp16. PyTorch adds in fp32, at half of this rate | expect the lower rate |
+# | RTX 30, RTX 40 | [data sheets give two peak rates for fp16](https://images.nvidia.com/aem-dam/Solutions/geforce/ada/nvidia-ada-gpu-architecture.pdf): with sums in fp16, and with sums in fp32 at half of this rate. PyTorch adds in fp32 | expect the lower rate |
 # | MI210, MI250 | 16-bit matmuls treat subnormals as 0, so PyTorch [casts fp16 inputs to bf16 in backward matmuls](https://docs.pytorch.org/docs/stable/notes/numerical_accuracy.html) | use bf16 |
 # | MI300 | its FP8 is *fnuz*: the same bits stand for half the value that they have on other GPUs | see [notebook 15](15_below_16_bits.ipynb) |
 # | Arc A | `GradScaler` needs float64, which Arc A lacks ([Arc B has float64](https://github.com/pytorch/pytorch/issues/147731)) | use bf16; PyTorch calls the device `xpu` |
@@ -155,7 +159,7 @@ print("T4, a model trained in bf16:", choose(turing, "infer", trained_in="bf16")
 # fp16, at the higher rate. Use this setting only for inference, because sums in fp16 can overflow or lose
 # small summands ([notebook 01](01_number_formats.ipynb)).
 #
-# Why do subnormals matter? We count how many gradients of an ordinary size become 0:
+# Why do subnormals matter on an MI210 or MI250? We count how many gradients of an ordinary size become 0:
 
 # %%
 torch.manual_seed(0)
@@ -185,7 +189,8 @@ assert not (gradients.bfloat16() == 0).any()
 # | `"high"` | TF32 | TF32, if the CPU has TF32 | TF32 |
 # | `"medium"` | TF32 | bf16, if the CPU has bf16 | TF32 |
 #
-# So by default, fp32 *convolutions* run in TF32. We can read the modes without a GPU (`ieee` means fp32):
+# So by default, fp32 *convolutions* run in TF32. We can read the modes without a GPU (`ieee` means fp32, and
+# a CPU without TF32 also shows `tf32`):
 
 
 # %%
@@ -205,8 +210,9 @@ torch.set_float32_matmul_precision(before)
 # The modes for matmuls affect only [fp32
 # tensors](https://docs.pytorch.org/docs/stable/generated/torch.set_float32_matmul_precision.html). If you
 # train in fp32 on an RTX 30, an A100 or a later GPU, usually choose `"high"`. If a GPU's result differs from
-# a CPU's in the fourth digit, check the modes first, because 11 bits are three to four digits. For work that
-# needs every digit, turn TF32 off for matmuls and convolutions:
+# a CPU's in the fourth digit, check the modes first, because the 11 bits of TF32 are three to four digits.
+#
+# For work that needs every digit, turn TF32 off for matmuls and convolutions:
 
 # %%
 kept = torch.backends.cudnn.allow_tf32
@@ -219,10 +225,10 @@ torch.backends.cudnn.allow_tf32 = kept
 # %% [markdown]
 # ### Old names and new ones
 #
-# Each mode has an old setting (`allow_tf32`) and a new setting (`fp32_precision`). If you set the new one
-# to a value that contradicts the old one, the next read of the old one raises an error. A library may read
-# the old setting, for example [Lightning](https://github.com/Lightning-AI/pytorch-lightning/issues/21256)
-# or some versions of [`torch.compile`](https://github.com/pytorch/pytorch/pull/189955). We cause the
+# Each mode has an old setting (such as `allow_tf32`) and a new setting (`fp32_precision`). If you set the
+# new one to a value that contradicts the old one, the next read of the old one raises an error. You may not
+# read the old setting yourself, but [Lightning](https://github.com/Lightning-AI/pytorch-lightning/issues/21256)
+# and some versions of [`torch.compile`](https://github.com/pytorch/pytorch/pull/189955) do. We cause the
 # error:
 
 # %%
@@ -248,7 +254,8 @@ assert torch.get_float32_matmul_precision() == before
 #
 # Many language models were trained in bf16, whose largest number is 3.4e38. The largest number of fp16 is
 # only 65504. The weights, inputs and outputs of the next model fit into fp16, but its hidden values do not.
-# `largest_values` shows the largest magnitude that each module computes:
+# `largest_values` returns the largest magnitude that each module computes. The modules of an
+# `nn.Sequential` are called 0, 1 and 2:
 # <!-- tests/numerics/test_largest_values.py -->
 
 # %%
@@ -267,11 +274,11 @@ assert in_bf16.isfinite().all()
 assert not in_fp16.isfinite().all()
 
 # %% [markdown]
-# The hidden values, up to 2.69e+05, overflow in fp16, so the outputs are not finite. **Look before you
-# cast**: run some of your inputs through the model with `largest_values`, in fp32 or bf16, which a CPU can
-# do. Each value should be at most half of 65504, because other inputs may give larger values. `amp-lab
-# export --dtype fp16` does not export a model whose outputs are not finite.
-# <!-- tests/train/test_export.py -->
+# The hidden values, up to 2.69e+05, overflow in fp16, so the outputs are not finite.
+#
+# **Look before you cast**: call `largest_values` on some of your inputs, in fp32 or bf16. A CPU is enough.
+# Each value should be at most half of 65504, because other inputs may give larger values. `amp-lab export
+# --dtype fp16` does not export a model whose outputs are not finite. <!-- tests/train/test_export.py -->
 #
 # If a value is larger, you have two remedies:
 #
@@ -288,10 +295,10 @@ assert not in_fp16.isfinite().all()
 #
 # - **Mixed** usually means fp32 weights under autocast.
 # - **True** means that the weights are cast. Gradients and optimizer state are in 16 bits too.
-# - **bf16** alone is ambiguous. In accelerate and transformers it means mixed, in torchtune it means true,
-#   and in DeepSpeed the model is in bf16, but the optimizer keeps fp32 weights.
+# - **bf16** alone is ambiguous. In accelerate and transformers it means mixed, and in torchtune it means
+#   true. In DeepSpeed the model has bf16 weights, and the optimizer keeps a copy of the weights in fp32.
 #
-# So we look at the dtypes in a training step, first without a framework:
+# So we look at the dtypes in a training step, first without a framework (*state* is the optimizer's):
 
 
 # %%
@@ -363,13 +370,13 @@ assert set(rows["model.to(bfloat16)"]) == {"bfloat16"}
 # | Keras `mixed_bfloat16` | fp32 | bf16 | fp32 | fp32 | bf16 |
 # | Keras `bfloat16` | bf16 | bf16 | bf16 | bf16 | bf16 |
 #
-# accelerate and Fabric wrap the model, so call the model that they return:
-# `model, optimizer = fabric.setup(model, optimizer)`. In the table, this model returns *fp32*. To get 16-bit outputs from
-# accelerate after training, call `accelerator.unwrap_model(model, keep_fp32_wrapper=False)`. It returns
-# your model without the conversion to fp32 and without autocast, so call this model inside `with
-# accelerator.autocast():`. On a CPU, two settings
-# do not do what their names say: Fabric's `16-mixed` computes in bf16, and accelerate's `fp16` computes in
-# fp32. <!-- tests/notebooks/test_19_choose_your_precision.py -->
+# - accelerate and Fabric wrap the model: `model, optimizer = fabric.setup(model, optimizer)`. Call the
+#   wrapped model. In the table, it returns *fp32*.
+# - To get 16-bit outputs from accelerate after training, call
+#   `accelerator.unwrap_model(model, keep_fp32_wrapper=False)`. The model that this call returns no longer
+#   uses autocast, so call it inside `with accelerator.autocast():`.
+# - On a CPU, two settings do not do what their names say: Fabric's `16-mixed` computes in bf16, and
+#   accelerate's `fp16` computes in fp32. <!-- tests/notebooks/test_19_choose_your_precision.py -->
 #
 # On a GPU, according to their documentation, the settings
 # [`16-mixed`](https://lightning.ai/docs/fabric/latest/fundamentals/precision.html),
@@ -385,7 +392,7 @@ assert set(rows["model.to(bfloat16)"]) == {"bfloat16"}
 #
 # | setting | what it does |
 # |---|---|
-# | DeepSpeed `"bf16": {"enabled": true}` | weights and matmuls are in bf16; ZeRO keeps master weights and optimizer state in fp32; gradients accumulate in `grad_accum_dtype` ([settings](https://www.deepspeed.ai/docs/config-json/)) |
+# | DeepSpeed `"bf16": {"enabled": true}` | weights and matmuls are in bf16; ZeRO keeps an fp32 copy of the weights and the optimizer state in fp32; gradients accumulate in `grad_accum_dtype` ([settings](https://www.deepspeed.ai/docs/config-json/)) |
 # | torchtitan `mixed_precision_param`, `mixed_precision_reduce` | weights are in fp32; the first setting is the dtype of matmuls, under FSDP2 or autocast; the second setting is the dtype in which FSDP2 sums gradients ([notebook 11](11_scale_out.ipynb); [settings](https://github.com/pytorch/torchtitan/tree/main/torchtitan/config)) |
 # | torchtune `dtype: bf16` | weights, gradients and optimizer state are in bf16, as with `model.to(torch.bfloat16)` ([precision](https://docs.pytorch.org/torchtune/stable/tutorials/memory_optimizations.html)) |
 # | JAX with Flax | there is no autocast; each layer has a `dtype` for matmuls and a `param_dtype` for weights ([layers](https://flax.readthedocs.io/en/stable/api_reference/flax.nnx/nn/linear.html)) |
