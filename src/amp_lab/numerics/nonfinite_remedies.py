@@ -177,7 +177,7 @@ _EPS = nonfinite_remedy(
 
 # What exceeds 65504 in fp16. How to compute a part in fp32 depends on where its weights are.
 _OVERFLOW = (
-    "{what} exceeds 65504, the largest number in fp16. Use bf16, which has the same range as fp32"
+    "{what} exceeds 65504, the largest number in fp16. Use bf16, which has nearly the range of fp32"
 )
 _OVERFLOW_AUTOCAST = nonfinite_remedy(
     "fp16_overflow.autocast",
