@@ -44,8 +44,8 @@ TOLERANCE = {Precision.FP32: 1e-3, Precision.TF32: 0.02, Precision.FP16: 0.02, P
 _NO_LOSS_SCALE = remedy(
     "advise.no_loss_scale",
     "no loss scale keeps the model's gradients in fp16's range",
-    "No loss scale keeps these gradients in the range of fp16. Use bf16, which has nearly the range "
-    "of fp32.",
+    "No loss scale keeps these gradients in the range of fp16. Use bf16, which has nearly the "
+    "range of fp32.",
     failure="AMP0003",
 )
 _FIRST_LOSS_SCALE = remedy(
