@@ -404,7 +404,8 @@ assert not hidden.is_below(0.9)
 assert device.type != "cpu" or not hidden.is_above(1.1)
 
 # %% [markdown]
-# On a CPU the two clocks agree. The ratio is the median over the rounds, not the ratio of the two
+# On a CPU the two clocks agree: here the interval contains 1x. The ratio is the median over the rounds, not
+# the ratio of the two
 # times, so only its interval says which clock is faster. If the interval of the second line lies above 1x
 # on your device, the clock that does not wait reports a speed-up where there is none, because both clocks
 # time the same step [*(not yet seen on a GPU)*](../data/results/README.md "clock-too-early"). (We

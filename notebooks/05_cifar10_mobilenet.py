@@ -362,9 +362,9 @@ assert list(step_times.samples_s) == [*both, "islands"]
 
 # %% [markdown]
 # The number beside each time is its speed-up over FP32, with its interval. If the interval contains
-# 1x, the run does not show a difference. On this CPU, the step with islands is the fastest. Plain autocast
-# is faster than FP32 here, although the layers above lost time: this step has larger images, and also
-# other ops than convolutions.
+# 1x, the run does not show a difference. On this CPU, the step with islands is the fastest. In this run,
+# plain autocast is faster than FP32 too, although the layers above lost time. The larger images are a
+# likely reason.
 #
 # ## Resume: to the last bit
 #

@@ -190,7 +190,7 @@ assert losses["plain"][-1] < losses["plain"][0]  # it learns
 
 # %% [markdown]
 # **Rung 1: AMP.** We run the forward pass under autocast and, in fp16, use a gradient scaler. Each later
-# rung keeps this change: it calls `amp_step` too, but passes another model or optimizer.
+# rung keeps the changes before it: it calls `amp_step` too, with another model or optimizer.
 
 
 # %%
@@ -288,8 +288,8 @@ assert list(climbed.samples_s) == list(rungs)  # every rung was timed
 
 # %% [markdown]
 # Each line shows the time of a step, a percentage, and the speed-up over the plain step with its interval.
-# The percentage is the limit divided by the time. A step at 100 % would take only the time of its matmuls.
-# In the figure, the black mark is the limit.
+# The percentage (`of peak`) is the limit divided by the time. At 100 %, a step would take only the time of
+# its matmuls. In the figure, the black mark is the limit.
 
 # %% tags=["nbval-ignore-output"]
 _ = figures.speed_ladder({f"ConvModel, {config['size']}x{config['size']} pixels": bars})
@@ -301,8 +301,8 @@ _ = figures.speed_ladder({f"ConvModel, {config['size']}x{config['size']} pixels"
 # kernel](https://docs.pytorch.org/tutorials/intermediate/memory_format_tutorial.html), but its tensors
 # have the default layout, so each tensor is reordered first.
 #
-# From rung 2 on, the speed-up is even larger than expected, because it is not the gain of AMP alone.
-# Channels last would also make the FP32 step faster, as [`advise` measures
+# From rung 2 on, the speed-up is even larger than the expected one, because it is not the gain of AMP
+# alone. Channels last would also make the FP32 step faster, as [`advise` measures
 # below](#Let-advise-try-the-changes-(optional)).
 #
 # Rungs 3 and 4 change little here. As a rule of thumb, they gain more on a GPU, where each small kernel
@@ -391,7 +391,8 @@ assert casts >= 2 * 50  # weights and biases; the activations between layers sta
 #
 # ## From which size on does AMP pay?
 #
-# We time forward and backward with channels last for pictures of growing size, in FP32 and with AMP.
+# We time the forward and the backward pass for pictures of growing size, in FP32 and with AMP. Both use
+# channels last.
 
 
 # %%
