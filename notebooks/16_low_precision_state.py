@@ -54,9 +54,10 @@ assert weight == 1
 
 # %% [markdown]
 # The weight has not changed at all. The next bf16 number above 1 is 1.0078. Each update is less than half
-# of the distance to this number, so each sum is rounded back to 1. This is why AMP keeps the weights in
-# fp32 and casts copies of them. But fp32 weights cost memory: with their gradients and Adam's two
-# moments, they take 16 bytes for each parameter.
+# of the distance to this number, so each sum is rounded back to 1.
+#
+# This is why AMP keeps the weights in fp32 and casts copies of them. But fp32 weights cost memory: with
+# their gradients and Adam's two moments, they take 16 bytes for each parameter.
 #
 # ## Bytes per parameter
 #
@@ -150,14 +151,15 @@ class Adam:
 #
 # - [**Stochastic rounding**](https://arxiv.org/abs/2010.06192) rounds up or down at random. A sum that
 #   lies three tenths of the way to the next number is rounded up in three cases out of ten. On
-#   average, the result is exact. To see how the code works, note that a bf16 number is the upper half
-#   of the bits of an fp32 number. The code adds 16 random bits to the lower half. The larger the lower
-#   half is, the more often the sum carries into the upper half, which rounds the number up. Then the
-#   code sets the lower half to zero.
-# - **Kahan summation** keeps a second bf16 number for each weight. This number stores the rounding
-#   error, which is added to the next update.
+#   average, the result is exact.
+# - **Kahan summation** keeps a second bf16 number for each weight. This number stores the error of the last
+#   rounding. The next step adds it to the update.
 # - **fp32 masters** are a copy of the weights in fp32. The optimizer updates this copy, then casts it
 #   to bf16.
+#
+# The code of `stochastic` uses that a bf16 number is the upper half of the bits of an fp32 number. It adds
+# 16 random bits to the lower half, so a larger lower half carries more often into the upper half. Each
+# carry rounds up. Then the code sets the lower half to zero.
 
 
 # %%
@@ -212,9 +214,10 @@ for add in (nearest, stochastic, Kahan(), Masters()):
     assert abs(weights.float().mean() - (1 if add is nearest else 2)) < 0.02
 
 # %% [markdown]
-# Rounding to nearest stays at 1, and the other three ways reach about 2. Now we train a network on
-# scikit-learn's handwritten digits in each of these ways. The learning rate is small, as in
-# fine-tuning or at the end of a schedule.
+# With rounding to nearest, the weight stays at 1. The other three ways reach about 2.
+#
+# Now we train a network on scikit-learn's handwritten digits in each of these ways. The learning rate is
+# small, as in fine-tuning or at the end of a schedule.
 
 
 # %%
@@ -287,9 +290,9 @@ for cured in ("bf16, stochastic", "bf16, Kahan", "bf16, masters"):
     assert lag < 0.1 * (min(at_the_end(losses["bf16, nearest"])) - of_fp32)
 
 # %% [markdown]
-# The figure shows how far each loss is above that of fp32 with the same seed: the mean over three
-# seeds, and bars for their range. The grey band is the range of fp32's own seeds. With rounding to
-# nearest, the network with bf16 weights learns far more slowly than in fp32. With the three other ways
+# The figure shows how much higher each loss is than that of fp32 with the same seed: the mean over three
+# seeds, and bars for their range. The grey band is the range of the fp32 loss over the seeds. With rounding
+# to nearest, the network with bf16 weights learns far more slowly than in fp32. With the three other ways
 # it learns as fast as in fp32.
 #
 # AMP has fp32 masters too: the model's weights are the masters, and autocast casts them. Each library
@@ -346,10 +349,11 @@ assert off[1] < 2**-8 < off[64] < off[224]
 # ## State in fewer bits
 #
 # Adam's state has two moments: a moving average of the gradients (the *mean*) and a moving average of
-# their squares (the *second moment*). Adam divides the mean by the root of the second moment. In bf16
-# the second moment has the same problem as the weights. If the gradient is 0, the second moment should
-# shrink by a factor of 0.999 in each step. This change is less than half of the distance between two
-# bf16 numbers:
+# their squares (the *second moment*). Adam divides the mean by the root of the second moment.
+#
+# In bf16 the second moment has the same problem as the weights. If the gradient is 0, the second moment
+# should shrink by 0.1 % in each step. This change is less than half of the distance between two bf16
+# numbers:
 
 # %%
 square = torch.tensor(1.0, dtype=torch.bfloat16)
@@ -363,14 +367,16 @@ assert square == 1
 #
 # With a scale for each block of values, even eight bits can be enough. The largest value of a block
 # sets the scale, which is in fp32. So the scale can shrink by 0.1 %, and all values of the block
-# shrink with it. We use blocks of 256 values (128 in four bits), as [torchao
+# shrink with it.
+#
+# We use blocks of 256 values (128 in four bits), as [torchao
 # does](https://github.com/pytorch/ao/blob/main/torchao/optim/adam.py), and compare three formats:
 #
 # - *INT8*: evenly spaced numbers from -127 to 127;
 # - *E4M3*: numbers that lie closer together near zero;
-# - *no zero*, only for the squares, which are never negative: evenly spaced numbers that begin above
-#   zero. In eight bits these are 1/256, 2/256 and so on up to 256/256 of the block's largest value.
-#   The mean is stored in INT8, or with four bits in E2M1.
+# - *no zero*: evenly spaced numbers that begin above zero. In eight bits these are 1/256, 2/256 and so on
+#   up to 256/256 of the block's largest value. This format is only for the squares, which are never
+#   negative. The mean is stored in INT8, or in E2M1 if the squares have four bits.
 #
 # In each step, Adam computes with the new moments in fp32, and then rounds them for the next step.
 
@@ -450,9 +456,9 @@ assert zeros["INT8"] > 0.1 > zeros["E4M3"] >= zeros["INT8, no zero"] == 0
 
 # %% [markdown]
 # INT8 stores a large share of the squares as 0. Suppose that all gradients of a weight have the size
-# g. Then Adam should divide by g. If the stored square is 0, the next step computes the second moment
-# `0.001 * g**2`, and divides by its root, about `0.03 * g`. So the update is about 30 times too large.
-# If the next gradient is 0, Adam divides by epsilon alone, and the update can become huge.
+# g, so Adam should divide by g. With a stored square of 0, the next second moment is only `0.001 * g**2`.
+# Adam divides by its root, about `0.03 * g`, so the update is about 30 times too large. If the next gradient
+# is 0, Adam divides by epsilon alone, and the update can become huge.
 #
 # E4M3 covers over five orders of magnitude, so it rounds far fewer squares to zero. The format without
 # a zero stores a small square as its smallest number. This number is too large, so the update is too
