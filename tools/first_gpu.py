@@ -14,13 +14,17 @@ device, a CPU too.
 import argparse
 import dataclasses
 import datetime
+import functools
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 
-from device_run import Outcome, Settings, missing_packages, run_parts, table
+from device_run import ROOT, Outcome, Settings, missing_packages, run_parts, table
 from first_gpu_parts import PARTS
+
+sys.path.append(str(ROOT / "src"))
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -69,11 +73,28 @@ def _run(options: argparse.Namespace, settings: Settings) -> list[Outcome]:
     return run_parts(chosen, settings, options.minutes * 60, write_so_far, options.jobs)
 
 
+@functools.cache
+def machine(device: str) -> str:
+    """What the figures come from: the device, torch, and the commit of this checkout."""
+    import torch
+
+    from amp_lab.core.device_facts import device_name
+
+    command = ["git", "describe", "--always", "--dirty"]
+    described = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    commit = described.stdout.strip() or "no commit known"
+    here = torch.device(device)
+    is_here = torch.get_device_module(here).is_available()
+    name = device_name(here) if is_here else f"no {device}"
+    return f"{name}, torch {torch.__version__}, {commit}"
+
+
 def write(outcomes: list[Outcome], settings: Settings) -> None:
     """Write what is known so far, whole or not at all."""
     record = {
         "schema": "amp-lab first gpu 1",
         "device": settings.device,
+        "machine": machine(settings.device),
         "tiny": settings.tiny,
         "date": datetime.date.today().isoformat(),
         "parts": [dataclasses.asdict(outcome) for outcome in outcomes],

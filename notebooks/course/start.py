@@ -4,6 +4,7 @@ A notebook imports it before `amp_lab`, since it adds the checkout's `src` to th
 is not installed.
 """
 
+import contextlib
 import datetime
 import enum
 import importlib.util
@@ -22,6 +23,9 @@ from amp_lab.core.device import pick_device
 from amp_lab.core.device_facts import backend_name, device_name
 from amp_lab.core.errors import AmpLabError, OptionError
 from amp_lab.core.requirements import require_torch
+from amp_lab.core.torch_versions import other_gpus_left_alone
+
+_BLOCKS = contextlib.ExitStack()  # entered at the start of a notebook, and never left
 
 
 class Scale(enum.StrEnum):
@@ -80,6 +84,7 @@ def start(*packages: str) -> tuple[torch.device, Scale]:
             raise
         print(error, file=sys.stderr)
         sys.exit(2)
+    _BLOCKS.enter_context(other_gpus_left_alone())  # for the fake tensors of the notebooks
     environment = [device_name(device), backend_name(device), f"torch {torch.__version__}"]
     today = datetime.date.today().isoformat()
     print(", ".join([*environment, f"{scale} scale", today, *_commit()]))

@@ -59,3 +59,10 @@ def test_the_fused_gru_cell_has_its_shapes():
         back = torch.ops.aten._thnn_fused_gru_cell_backward(new, workspace, True)
     assert (new.shape, workspace.shape) == ((3, 4), (3, 20))
     assert [tuple(t.shape) for t in back] == [(3, 12), (3, 12), (3, 4), (12,), (12,)]
+
+
+def test_fakes_of_another_gpu_need_no_such_gpu(monkeypatch):
+    """On a machine with CUDA, torch 2.11 alone would initialize XPU here, and fail."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with torch_versions.other_gpus_left_alone(), FakeTensorMode():
+        assert torch.ones(2, device="xpu").device.type == "xpu"

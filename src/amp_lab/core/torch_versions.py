@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.utils.checkpoint
+from torch._subclasses import fake_tensor
 
 from amp_lab.core.requirements import require_torch
 
@@ -105,6 +106,28 @@ def dimension_by_name(kind: str) -> str | list[str]:
     if kind == "str":
         return name
     return [name]
+
+
+@contextmanager
+def other_gpus_left_alone() -> Iterator[None]:
+    """The block in which a fake tensor of a GPU of another kind does not look for that GPU.
+
+    In torch 2.11, on a machine with CUDA, a fake tensor of ``xpu`` raises "Torch not compiled with
+    XPU enabled", and the other way round.
+
+    Delete when torch >= 2.12 is required.
+    """
+    initialize = fake_tensor.init_gpu_context
+
+    def initialize_own_gpu(device: torch.device) -> None:
+        if torch.get_device_module(device).is_available():
+            initialize(device)
+
+    fake_tensor.init_gpu_context = initialize_own_gpu  # pyrefly: ignore[bad-assignment]
+    try:
+        yield
+    finally:
+        fake_tensor.init_gpu_context = initialize
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from amp_lab.core.backends import BACKENDS, backend
 from amp_lab.core.errors import DeviceError, TraceError
 from amp_lab.core.remedies import remedy
 from amp_lab.core.tensors import LOWER_DTYPES
-from amp_lab.core.torch_versions import fused_gru_on_fakes
+from amp_lab.core.torch_versions import fused_gru_on_fakes, other_gpus_left_alone
 from amp_lab.model_call import ModelCall
 from amp_lab.tracing.attention import attention_of
 from amp_lab.tracing.attributes import attribute_set
@@ -171,6 +171,7 @@ def absent_device(device_type: str) -> Iterator[None]:
     row = backend(checked_backend(device_type))
     with attention_of(row), flex_attention_traced(), ExitStack() as stack:
         if not row.is_available():
+            stack.enter_context(other_gpus_left_alone())
             # For an RNN, cuDNN would read the memory of the weights, which fake tensors lack.
             stack.enter_context(attribute_set(torch.backends.cudnn, "enabled", False))
             if row.type == "cuda":
