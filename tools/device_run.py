@@ -30,6 +30,8 @@ class Settings:
     tiny: bool
     out: Path
     """The folder for what the parts write, and for the output of each: ``PART.log``."""
+    jobs: int = 1
+    """How many parts that are not timed run at the same time."""
 
     @property
     def scale(self) -> str:
@@ -72,12 +74,11 @@ def run_parts(
     settings: Settings,
     seconds: float,
     after_part: Callable[[list[Outcome]], None] = lambda outcomes: None,
-    jobs: int = 1,
 ) -> list[Outcome]:
     """Run each part within its limit and what is left of `seconds`.
 
-    With `jobs` above 1, the parts that are not timed run first, so many at a time. After each part,
-    `after_part` gets the outcomes so far.
+    With more than one job, the parts that are not timed run first, so many at a time. After each
+    part, `after_part` gets the outcomes so far.
     """
     end = time.monotonic() + seconds
     outcomes: list[Outcome] = []
@@ -97,8 +98,8 @@ def run_parts(
                 print(line.rstrip(), flush=True)
                 after_part(outcomes)
 
-    if jobs > 1:
-        run_at_once([part for part in parts if not part.is_timed], jobs)
+    if settings.jobs > 1:
+        run_at_once([part for part in parts if not part.is_timed], settings.jobs)
         parts = [part for part in parts if part.is_timed]
     run_at_once(parts, 1)
     return outcomes
@@ -152,6 +153,8 @@ def _run(command: list[str], settings: Settings, log: Path, limit_s: float) -> i
         "MPLBACKEND": "Agg",  # draws without a display
         "PYTHONPATH": os.pathsep.join(python_path),
     }
+    if settings.jobs > 1:  # threads of several parts that share a core slow all of them down
+        environment["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // settings.jobs))
     with open(log, "a", encoding="utf-8") as file:
         # A session of its own, so that what a part has started ends with it.
         process = subprocess.Popen(

@@ -41,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--part", action="append", choices=[part.name for part in PARTS])
     parser.add_argument("--out", type=Path, default=Path("first-gpu"), help="folder to write into")
     options = parser.parse_args(argv)
-    settings = Settings(options.device, options.tiny, options.out)
+    settings = Settings(options.device, options.tiny, options.out, options.jobs)
     missing = missing_packages()
     if missing:
         print(f"first_gpu: not installed here: {', '.join(missing)}", file=sys.stderr)
@@ -70,7 +70,7 @@ def _run(options: argparse.Namespace, settings: Settings) -> list[Outcome]:
     def write_so_far(outcomes: list[Outcome]) -> None:
         write(outcomes, settings)
 
-    return run_parts(chosen, settings, options.minutes * 60, write_so_far, options.jobs)
+    return run_parts(chosen, settings, options.minutes * 60, write_so_far)
 
 
 @functools.cache

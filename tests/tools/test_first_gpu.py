@@ -83,7 +83,7 @@ def test_parts_that_are_not_timed_can_run_at_the_same_time(settings, tmp_path):
         dataclasses.replace(part("one", meets(first, second)), is_timed=False),
         dataclasses.replace(part("two", meets(second, first)), is_timed=False),
     ]
-    outcomes = run_parts(parts, settings, 60, jobs=2)
+    outcomes = run_parts(parts, dataclasses.replace(settings, jobs=2), 60)
     assert [(one.part, one.status) for one in outcomes] == [
         ("one", "held"),
         ("two", "held"),

@@ -135,7 +135,7 @@ def measure_peaks(device, optimizer_name, workloads):
 def measure_largest(device, optimizer_name, cap, workloads):
     """The largest batch that fits into `cap` bytes: as `largest_batch` forecasts it, and really."""
     total = torch.cuda.get_device_properties(device).total_memory
-    torch.cuda.set_per_process_memory_fraction(min(1.0, cap / total), device)
+    torch.cuda.set_per_process_memory_fraction(min(1.0, cap / total), device.index)
     for name, workload in workloads.items():
         with torch.device("meta"):
             model = workload.build()
@@ -158,7 +158,7 @@ def measure_largest(device, optimizer_name, cap, workloads):
                 "real": real,
                 "ratio": forecast / real,
             }
-    torch.cuda.set_per_process_memory_fraction(1.0, device)
+    torch.cuda.set_per_process_memory_fraction(1.0, device.index)
 
 
 def real_largest(workload, precision, device, optimizer_name, forecast):

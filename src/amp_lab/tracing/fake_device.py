@@ -164,16 +164,16 @@ def autocast_on(
 def absent_device(device_type: str) -> Iterator[None]:
     """The block in which fake tensors of a device type work without such a device.
 
-    Attention then runs as on that device. If the device is in this machine, nothing else changes.
+    Attention then runs as on that device, and recurrent layers as a composition of ops.
 
     Raises `DeviceError` if no device guard can be registered (see `device_guard`).
     """
     row = backend(checked_backend(device_type))
     with attention_of(row), flex_attention_traced(), ExitStack() as stack:
+        # For an RNN, cuDNN would read the memory of the weights, which fake tensors lack.
+        stack.enter_context(attribute_set(torch.backends.cudnn, "enabled", False))
         if not row.is_available():
             stack.enter_context(other_gpus_left_alone())
-            # For an RNN, cuDNN would read the memory of the weights, which fake tensors lack.
-            stack.enter_context(attribute_set(torch.backends.cudnn, "enabled", False))
             if row.type == "cuda":
                 stack.enter_context(_pretend_h100())
             # Without a guard for the device type, autograd would abort the process.

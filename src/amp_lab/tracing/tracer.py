@@ -308,13 +308,12 @@ class Tracer(TorchFunctionMode):
         elif call.is_rnn:
             flop_count = rnn_flops(ins, self._log.names)
             call.given_dtype = ins[0].dtype
-        if self._run.is_fake and call.name in RNN_LAYERS:
+        if call.name in RNN_LAYERS:
             call.autocast_dtype = rnn_autocast_dtype(call, self.device_type)
+        if self._run.is_fake and call.name in RNN_LAYERS:
             out = run_first_step(call, func, args, self.device_type)
         else:
             out = func(*args, **kwargs)
-        if call.name == ATTENTION:
-            out = self._in_kernel_layout(out)
         outs = tensors_in(out)
         if call.name == FLEX_ATTENTION:  # query, key and value; no statistics of the scores
             ins = ins[:3]
@@ -322,17 +321,6 @@ class Tracer(TorchFunctionMode):
         arguments = plain_values(kwargs)
         self._log.add_row(self._module, call, call.name, ins, outs, flop_count, arguments)
         return out
-
-    def _in_kernel_layout(self, out: torch.Tensor) -> torch.Tensor:
-        """The output of attention (B, H, T, D) in the memory layout of a device's kernels.
-
-        Unchanged in a real run, on a CPU, and if it has other than 4 dimensions.
-        """
-        if not self._run.is_fake or self._backend.is_host:
-            return out
-        if out.dim() != 4:
-            return out
-        return out.transpose(1, 2).contiguous().transpose(1, 2)  # (B, T, H, D) in memory
 
     # Ops that a function runs
 
@@ -374,11 +362,11 @@ class Tracer(TorchFunctionMode):
         call = self._calls[-1] if self._calls else TorchCall()
         output_text = f"output of {call.name or name} in {place_of(self._module)}"
         self._sources.note_op(ins, outs, output_text)
-        if name == "_to_copy" and ins:  # under vmap, the copy may be of a plain number
-            source, result = ins[0], outs[0]
-            if source.dtype != result.dtype and call.note_cast(source, result):
-                self._log.add_cast(self._module, call, source, result)
-                return
+        source = _copied(name, call, ins)
+        result = outs[0]
+        if source is not None and source.dtype != result.dtype and call.note_cast(source, result):
+            self._log.add_cast(self._module, call, source, result)
+            return
         flop_count = flops(func, args, kwargs, out)
         if has_unknown_work(func, outs):
             self.unknown_work.setdefault(func._schema.name, {})[self._module] = None
@@ -387,6 +375,15 @@ class Tracer(TorchFunctionMode):
             self._log.add_row(self._module, call, name, ins, outs, flop_count, arguments)
         elif call.is_rnn:
             call.note_rnn_op(name, args, outs[0], is_matmul=flop_count > 0)
+
+
+def _copied(name: str, call: TorchCall, ins: list[torch.Tensor]) -> torch.Tensor | None:
+    """The input that an op copies, maybe into another dtype; None for an op that does not copy."""
+    if name == "_to_copy" and ins:  # under vmap, the copy may be of a plain number
+        return ins[0]
+    if name == "copy_" and call.is_rnn:  # cuDNN's flat copy of the weights: (target, weight)
+        return ins[1]
+    return None
 
 
 class _Ops(PlainOpsMode):
