@@ -408,8 +408,8 @@ assert device.type != "cpu" or not hidden.is_above(1.1)
 # the ratio of the two
 # times, so only its interval says which clock is faster. If the interval of the second line lies above 1x
 # on your device, the clock that does not wait reports a speed-up where there is none, because both clocks
-# time the same step [*(not yet seen on a GPU)*](../data/results/README.md "clock-too-early"). (We
-# time FP32, because with fp16 the scaler [usually
+# time the same step. On an H100, it reported [six times the
+# speed](../data/results/README.md#an-nvidia-h100). (We time FP32, because with fp16 the scaler [usually
 # waits](03_grad_scaler_step_by_step.ipynb#What-a-scaler-costs) for the
 # device in every step anyway.)
 #

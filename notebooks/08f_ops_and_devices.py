@@ -433,7 +433,7 @@ with without_bf16:
 # - `Unsupported dtype Half`, on the CPU
 #
 # **The smallest program that does it.** We take the spectrum of 100 numbers in 16 bits. If there is a GPU,
-# the same line runs there [*(not yet seen on a GPU)*](../data/results/README.md "notebooks").
+# the same line runs there.
 
 # %%
 signal = torch.ones(100)

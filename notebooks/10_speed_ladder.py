@@ -364,8 +364,8 @@ _ = figures.roofline(roofs, limits.memory_bytes_per_s, points)
 # - **A precision that the device emulates**, such as fp16 on [some CPUs](../docs/hardware.md).
 #
 # We measure the second case with fifty layers of 32 x 32. Will AMP be faster or slower? On a GPU, such a
-# network mostly waits for the CPU, in fp32 and under AMP [*(not yet seen on a
-# GPU)*](../data/results/README.md "small-ops").
+# network mostly waits for the CPU, in fp32 and under AMP: on an H100, AMP [made it
+# slower](../data/results/README.md#an-nvidia-h100).
 
 # %% tags=["nbval-ignore-output"]
 thin = nn.Sequential(*(nn.Linear(32, 32) for _ in range(50))).to(device)

@@ -164,8 +164,7 @@ assert table["O0"] == table["fp32 today"]
 # Today O0 is a loop with autocast and scaler disabled. O1 is `torch.autocast` with
 # `dtype=torch.float16` and a `GradScaler`. We compare the losses of all steps. On a CPU the losses
 # must be equal to the last bit. A GPU may compute a sum in another order, so on a GPU we allow a
-# difference of 2^-9 (0.2 %): four rounding errors of fp16, of 2^-11 each [*(not yet seen on a
-# GPU)*](../data/results/README.md "apex-o1").
+# difference of 2^-9 (0.2 %): four rounding errors of fp16, of 2^-11 each.
 
 # %%
 SAME = 0 if device.type == "cpu" else 2**-9

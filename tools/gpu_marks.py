@@ -35,7 +35,6 @@ STATEMENTS = {
     "clock-too-early": Statement("a clock read too early sees too little", ("notebook-04",)),
     "memory-limit": Statement("what fits under a limit of 6 GiB", ("notebook-06",)),
     "real-rows": Statement("ops on fake CUDA tensors are those of a real run", ("xray",)),
-    "memory-forecast": Statement("forecasts are what the allocator counts", ("memory",)),
     "small-ops": Statement("small ops leave a GPU waiting for its host", ("notebook-10",)),
     "triton-tiles": Statement("the step in tiles runs there, in Triton", ("tiles",)),
     "apex-o1": Statement("O1 and autocast agree within four roundings", ("notebook-13",)),
