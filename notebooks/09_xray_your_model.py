@@ -158,7 +158,8 @@ assert fake_rows[-1] == ("native_layer_norm", ("fp32",) * 3, ("fp32",))
 # needs only two, because its input is already fp16. The norm needs one cast up to fp32.
 #
 # Does a real run show the same rows? We can check this on the CPU: there, the rows of a real run and of a
-# fake run are equal. On an H100, they [were equal too](../data/results/README.md#an-nvidia-h100).
+# fake run are equal. On an H100, the rows of the command `amp-lab xray` [were those of a real
+# run](../data/results/README.md#an-nvidia-h100).
 
 # %%
 images = torch.rand(2, 3, 8, 8)
