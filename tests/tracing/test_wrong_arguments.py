@@ -5,10 +5,13 @@ import re
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
 
 from amp_lab import first_difference, xray, xray_sharding
 from amp_lab.core.errors import AmpLabError
 from amp_lab.numerics import find_nonfinite
+from amp_lab.tracing.sharded_step import group_of
 
 X = torch.empty(2, 4)
 
@@ -34,3 +37,16 @@ def test_what_is_no_model_or_no_setting_is_refused_with_advice(call, said):
     assert xray_sharding(layer(), X, parallel="fsdp")
     assert xray(layer(), X).by_module(1)
     assert xray(nn.DataParallel(layer()).module, X)
+
+
+@pytest.mark.filterwarnings("ignore")  # FSDP1 has nothing to shard in one process
+def test_fsdp1_and_the_mixed_precision_of_ddp_are_refused():
+    with group_of(1):
+        old = FullyShardedDataParallel(layer(), device_id=torch.device("cpu"))
+        with pytest.raises(AmpLabError, match=r"FSDP1.* shard the model with fully_shard"):
+            xray_sharding(old, X)
+        ddp = DistributedDataParallel(layer())
+        assert xray_sharding(ddp, X)
+        ddp.mixed_precision = "of DDP"  # as its argument of this name, which needs a GPU
+        with pytest.raises(AmpLabError, match="use autocast instead"):
+            xray_sharding(ddp, X)
