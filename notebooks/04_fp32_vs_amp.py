@@ -257,9 +257,9 @@ for picture in pictures.values():
 # - It computes the speed-up within each round, and reports the median with its 95 % interval in
 #   brackets. <!-- tests/core/test_timing.py -->
 #
-# A measured time can still be wrong. So `is_possible` checks that the time is not too short for the work of
-# the step, which is its number of floating-point operations (FLOP). It divides this number by the time, and
-# compares the resulting rate with the matmul rate that `describe_device` measured.
+# A measured time can still be wrong. So `is_possible` checks that the time is not too short. It divides the
+# floating-point operations (FLOP) of the step by the time, and compares this rate with the matmul rate that
+# `describe_device` measured.
 # <!-- tests/notebooks/test_04_fp32_vs_amp.py -->
 #
 # Before you run this: how much faster do you expect the step to be in 16 bits?

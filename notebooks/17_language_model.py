@@ -403,10 +403,12 @@ print(f"test loss: {in_fp32:.3f} in fp32, {in_bf16:.3f} in bf16")
 assert abs(in_bf16 - in_fp32) < 0.01
 
 # %% [markdown]
-# A text diverges where the gap between the two largest logits is so small that the rounding to bf16
-# changes their order (a *near tie*). The rest of the text then differs, because each character depends
-# on those before it. But the text in bf16 is not worse: the test loss is nearly the same. So compare
-# models by their loss, or by how often they choose the same next token. Do not compare whole texts.
+# A text diverges at a *near tie*: the gap between the two largest logits is so small that the rounding to
+# bf16 changes their order. The output above shows that these gaps are about as small as the change of a
+# logit. The rest of the text then differs, because each character depends on those before it.
+#
+# But the model is not worse in bf16: the test loss is nearly the same. So compare models by their loss, or
+# by how often they choose the same next token. Do not compare whole texts.
 #
 # Two texts can also diverge within one precision. A matmul of a different shape may add in a different
 # order. The logits therefore change slightly with the batch size, the length of the text, and the
