@@ -407,7 +407,7 @@ big_memory
 # The peak stays the same, because it is in the optimizer's step, which runs in fp32 in both columns. Each
 # parameter takes 4 bytes for the weight, 4 for the gradient and 8 for AdamW's state. On a GPU, AdamW
 # updates [all parameters at once](https://docs.pytorch.org/docs/stable/generated/torch.optim.AdamW.html)
-# (`foreach`) and temporarily needs another 4 bytes.
+# (`foreach`) and temporarily needs another 4 bytes for each.
 #
 # To save memory here, use an optimizer that stores fewer bytes for each parameter, or spread the
 # parameters over several GPUs ([notebook 11](11_scale_out.ipynb)).

@@ -68,8 +68,8 @@ print(f"{changed} of {len(tests)} decisions changed")
 assert changed < 0.02 * len(tests)
 
 # %% [markdown]
-# Hardly any decisions change. So to judge a precision for inference, count the decisions that change (or
-# whatever your users see), not the decimal places of the logits.
+# Hardly any decisions change. So to judge a precision for inference, count the decisions that change, or
+# other results that your users see. Do not count the correct decimal places of the logits.
 #
 # ## Ways to run it
 #
@@ -80,9 +80,9 @@ assert changed < 0.02 * len(tests)
 #   inputs and sensitive parts yourself. Use it for a model that only runs inference.
 # - **Compile** the model in either case, to fuse the small ops between the matmuls.
 #
-# We run autocast, cast once, and compiled versions of the fp32 model and of cast once. We also cast
-# the model once to fp16. For each way we print how far the outputs are from those in fp32, and how
-# many decisions change:
+# We compare six ways: the fp32 model, autocast to bf16, and the model cast once to bf16 or to fp16. The
+# other two are the fp32 model and the bf16 model, compiled. For each way we print how far the outputs are
+# from those in fp32, and how many decisions change:
 
 
 # %%
@@ -169,8 +169,10 @@ for name in ("bf16 autocast", "bf16 cast once"):
 # Each point is a test image, run under autocast or with weights cast once. On the dashed line, the
 # change is as large as the gap. Only images on or above this line can change their decision (unless a
 # third class overtakes both). Such images have a small gap, so the model is uncertain about most of
-# them in fp32 too. Draw this figure for your own model and a few hundred real inputs. If all points
-# stay well below the line, the precision is accurate enough for these decisions.
+# them in fp32 too.
+#
+# Draw this figure for your model and a few hundred real inputs. If all points stay well below the line,
+# the precision is accurate enough for these decisions.
 #
 # ## Cast inputs, outputs and weights
 #
@@ -261,8 +263,7 @@ assert list(compilations.values()) == [1, 2, 2, 3, 4, 5]
 
 # %% [markdown]
 # The second batch size causes another compilation, and the new code fits every size from 2 on. A batch
-# of 1, autocast and gradients each cause another compilation. A service that receives all these cases
-# compiles once for each case. To avoid these compilations:
+# of 1, autocast and gradients each cause another compilation. To avoid these compilations:
 #
 # - Always use the same gradient mode and autocast state.
 # - Pad a single request to a batch of two.
