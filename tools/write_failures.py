@@ -25,7 +25,8 @@ The first paragraphs after **Why.**, **The fix.** and **Not this.** are the caus
 cure that is unsafe.
 
 `notebooks/course/asked_words.toml` has more words for a failure, in which people ask about it.
-`notebooks/course/clues.toml` says which failure is meant if a message has many causes.
+`notebooks/course/clues.toml` says which failure is meant if a message has many causes, and which
+facts decide between failures that are described in similar words.
 
 Failures that no cell can show, or that another page explains, are rows of a file with the name of
 the notebook in `notebooks/course/other_failures/`. They have the same keys and `title`, `cause`,
@@ -45,6 +46,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import build_pairs
+from amp_lab.failures.words import terms_of
 
 ROOT = Path(__file__).resolve().parent.parent
 DATA = ROOT / "src" / "amp_lab" / "failures" / "data"
@@ -250,6 +252,8 @@ def search_data() -> dict[str, Any]:
         "subject_words": vocabulary["subject_words"],
         "synonyms": synonyms,
         "clues": clues(),
+        "named": named(synonyms),
+        "described": described(synonyms),
         "questions": questions,
     }
 
@@ -257,11 +261,57 @@ def search_data() -> dict[str, Any]:
 def clues() -> dict[str, dict[str, list[str]]]:
     """The clues of each failure whose messages have many causes."""
     found = {}
-    for family in tomllib.loads(CLUES.read_text(encoding="utf-8"))["family"]:
+    for family in _clues_file()["family"]:
         codes = family.pop("messages_of")
         for code in codes:
             found[code] = {cause: parts for cause, parts in family.items() if cause != code}
     return found
+
+
+def named(synonyms: dict[str, str]) -> dict[str, dict[str, list[str]]]:
+    """What a description may name: the words for it, and the codes of the failures with one."""
+    words_of_failures = {}
+    for entry in entries():
+        row = _row(entry)
+        texts = [row["title"], row["cause"], row["cure"], row.get("words", "")]
+        text = " ".join([*texts, *row.get("symptoms", []), *row.get("messages", [])])
+        words_of_failures[entry.code] = set(terms_of(text, synonyms))
+    found = {}
+    for name, words in _clues_file()["named"].items():
+        terms = sorted({_term(word, synonyms) for word in words})
+        codes = [code for code, has in words_of_failures.items() if not has.isdisjoint(terms)]
+        found[name] = {"words": terms, "codes": codes}
+    return found
+
+
+def described(synonyms: dict[str, str]) -> dict[str, list[list[list[str]]]]:
+    """The facts that point to a failure if they stand together, by its code."""
+    found = {}
+    for code, descriptions in _clues_file()["described"].items():
+        found[code] = [_parts(description, synonyms) for description in descriptions]
+    return found
+
+
+def _parts(description: str, synonyms: dict[str, str]) -> list[list[str]]:
+    """The words of each part of ``"slow cpu|gtx16"``, as the index has them."""
+    parts = []
+    for part in description.split():
+        parts.append([_term(word, synonyms) for word in part.split("|")])
+    return parts
+
+
+def _term(word: str, synonyms: dict[str, str]) -> str:
+    """The word as the index has it; raises `FailureError` if the index has several for it."""
+    terms = terms_of(word, synonyms)
+    if len(terms) != 1:
+        raise FailureError(f"clues.toml: the index divides {word!r} into {terms}, name one of them")
+    return terms[0]
+
+
+@functools.cache
+def _clues_file() -> dict[str, Any]:
+    """The content of `clues.toml`."""
+    return tomllib.loads(CLUES.read_text(encoding="utf-8"))
 
 
 @functools.cache

@@ -5,6 +5,7 @@
 const AmpExplain = (() => {
   const MOST = 3, MAX_CHARACTERS = 1e6, LONGEST_QUESTION = 3000, LONGEST_MESSAGE = 400, LONGEST_CONTEXT = 6000, NUMBERS_OF_A_LOG = 4;
   const WORDS_OF_A_WINNER = 6, SHARE_OF_A_WINNER = 0.4, LEAD_OF_A_WINNER = 1.8, LONGEST_PHRASE = 3;
+  const COVERAGE = 0.3, NOT_NAMED = 0.75, DESCRIBED = 1.5;
   const ERROR = /(?<![A-Za-z_.])[A-Za-z_.]*(?:Error|Exception)\b ?:/g;
   const PRINTED = /(?<![A-Za-z_.])[A-Za-z_.]*(?:Error|Exception|Warning|Unsupported)\b ?[:(]/g;
   const LOGGED_NUMBER = /[\w/]+ ?[:=] ?-?\d[\w.:+-]*,?/g; // such as "lr: 1.0e-03" in a log
@@ -116,9 +117,31 @@ const AmpExplain = (() => {
     return isLog ? line.replace(LOGGED_NUMBER, " ") : line;
   }
 
+  /** Whether facts that point to the failure stand together in a description with these terms. */
+  function isDescribed(code, terms, reference) {
+    return (reference.described[code] ?? []).some((facts) => facts.every((words) => words.some((word) => terms.has(word))));
+  }
+
+  /** The results for a description, best first: see `amp_lab.failures.ranking`. */
+  function ranked(question, results, reference) {
+    const terms = new Set(termsOf(question, reference.synonyms));
+    const shared = new Set(results.flatMap(({ matchData }) => Object.keys(matchData.metadata)));
+    const named = Object.values(reference.named).filter(({ words }) => words.some((word) => terms.has(word)));
+    const scores = new Map();
+    for (const { ref, score, matchData } of results) {
+      let own = score * (Object.keys(matchData.metadata).length / shared.size) ** COVERAGE;
+      for (const { codes } of named) if (!codes.includes(ref)) own *= NOT_NAMED;
+      if (isDescribed(ref, terms, reference)) own *= DESCRIBED;
+      scores.set(ref, Math.round(own * 1e4));
+    }
+    return [...results].sort((a, b) => scores.get(b.ref) - scores.get(a.ref) || (a.ref < b.ref ? -1 : 1));
+  }
+
   function isAboutPrecision(question, failures, reference) {
     if (hasSubject(question, reference)) return true;
     if (question.search(PRINTED) >= 0) return false;
+    const [first] = ranked(question, failures, reference);
+    if (isDescribed(first.ref, new Set(termsOf(question, reference.synonyms)), reference)) return true;
     const words = wordsToSearch(question, reference.synonyms).length;
     const [best, next] = failures;
     const common = Object.keys(best.matchData.metadata).length;
@@ -147,7 +170,7 @@ const AmpExplain = (() => {
     const results = search(index, wordsToSearch(question, reference.synonyms));
     const failures = results.filter(({ ref }) => ref.startsWith("AMP"));
     const known = failures.length > 0 && isAboutPrecision(question, failures, reference);
-    const shown = (known ? failures : results).slice(0, MOST).map(({ ref }) => ref);
+    const shown = (known ? ranked(question, failures, reference) : results).slice(0, MOST).map(({ ref }) => ref);
     return { codes: known ? shown : [], nearest: known ? [] : shown, ownLine, byMessage: false };
   }
 

@@ -14,8 +14,9 @@ from failure_messages import printed
 
 from amp_lab import explain
 from amp_lab.failures import Failure, load_reference, read_explanation
-from amp_lab.failures.explanation import last_own_line, question_of
+from amp_lab.failures.explanation import has_subject, last_own_line, question_of
 from amp_lab.failures.patterns import flat, pattern
+from amp_lab.failures.ranking import is_described
 from amp_lab.failures.words import terms_of, words_to_search
 
 SEEN = json.loads(Path(__file__).with_name("seen.json").read_text(encoding="utf-8"))
@@ -25,6 +26,11 @@ NAMES = ("bf16 ", "fp16 ", "accelerate ", "cuBLAS ", "xFormers ")  # which begin
 CASES = {"AMP0018": "Half and Float", "AMP0019": "Float and Half"}  # of one pattern
 REFERENCE = load_reference()
 SYNONYMS = REFERENCE.synonyms
+
+
+def codes_of(text, reference):
+    """The codes of the failures that are found for a text in a reference."""
+    return [failure.code for failure in read_explanation(text, reference).failures]
 
 
 @pytest.mark.parametrize(
@@ -297,6 +303,54 @@ def test_a_term_is_searched_once_and_without_stop_words():
 def test_a_description_is_known_if_one_failure_is_far_ahead_of_the_others():
     text = "The same text, alone and in a larger batch with others, gives slightly different logits"
     assert explain(text)[0].code == "AMP0098"
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        ("fp16 inference is five times slower than fp32 on my GTX 1650", "AMP0176"),
+        ("fp16 makes my large transformer no faster than fp32 on an RTX 4090", "AMP0033"),
+        ("the outputs are NaN in half precision, only on a GTX 1660 Ti", "AMP0077"),
+        ("the loss is NaN after optimizer.step if the weights of the model are fp16", "AMP0121"),
+        ("I trained with --fp16, but the model that is saved is fp32", "AMP0146"),
+    ],
+)
+def test_a_fact_decides_between_failures_that_share_their_words(text, code):
+    assert explain(text)[0].code == code
+
+
+def test_a_failure_without_what_the_description_names_counts_less():
+    text = "the loss is NaN in fp16"
+    named = {"trainer": {"words": ["trainer"], "codes": ["AMP0114"]}}
+    reference = dataclasses.replace(REFERENCE, named=named, described={})
+    before = codes_of(text, reference)
+    after = codes_of(f"{text} with the Trainer", reference)
+    assert before[0] != "AMP0114"
+    assert after[0] == "AMP0114"
+
+
+def test_facts_point_to_a_failure_only_if_they_stand_together():
+    facts = {"AMP0176": [[["slow"], ["cpu", "tpu"]]]}
+    reference = dataclasses.replace(REFERENCE, described=facts)
+    assert is_described("AMP0176", {"slow", "tpu", "bf16"}, reference)
+    assert not is_described("AMP0176", {"slow", "bf16"}, reference)
+    assert not is_described("AMP0033", {"slow", "tpu"}, reference)
+
+
+def test_a_description_with_the_facts_of_a_failure_needs_no_word_of_the_subject():
+    text = "the same matmul on a GTX 1080 and on an A40, the result of the A40 is wrong"
+    assert not has_subject(text, REFERENCE)
+    assert explain(text)[0].code == "AMP0186"
+    assert explain(text.replace("A40", "GTX 1070")) == []
+
+
+def test_the_words_of_the_clues_are_words_of_the_index():
+    for name, named in REFERENCE.named.items():
+        assert named["codes"], name
+    for code, descriptions in REFERENCE.described.items():
+        assert code in REFERENCE.failures
+        for facts in descriptions:
+            assert len(facts) >= 2, f"{code}: one fact alone would decide"
 
 
 def test_the_numbers_of_a_log_do_not_count_in_a_description():

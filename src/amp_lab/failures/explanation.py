@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from amp_lab.failures.graph_breaks import graph_break
 from amp_lab.failures.patterns import flat
+from amp_lab.failures.ranking import is_described, ranked
 from amp_lab.failures.reference import Failure, Page, Pattern, Reference, load_reference
 from amp_lab.failures.words import terms_of, words_to_search
 
@@ -65,7 +66,8 @@ def explain(text: str) -> list[Failure]:
     `explain` first looks for a code such as ``AMP0004``, which the tools print at the end of their
     advice. Then it looks for a known message. Dtypes, numbers, names, prefixes and line breaks may
     differ from the known message. In a log, the last error counts most. A description is compared
-    with the reference by its words (BM25, by lunr).
+    with the reference by its words (BM25, by lunr), then by the facts that decide between similar
+    failures, such as the device.
 
     Args:
         text: The code of a failure, an error message, a warning, a whole log, or a symptom in your
@@ -103,7 +105,8 @@ def read_explanation(text: str, reference: Reference | None = None) -> Explanati
     results = _by_words(question, reference)
     failures = [found for found in results if found["ref"] in reference.failures]
     if failures and _is_about_precision(question, failures, reference):
-        best = tuple(reference.failures[found["ref"]] for found in failures[:MOST])
+        first = ranked(question, failures, reference)[:MOST]
+        best = tuple(reference.failures[found["ref"]] for found in first)
         return Explanation(best, own_line=own_line)
     nearest: list[Failure | Page] = []
     for found in results[:MOST]:
@@ -232,12 +235,17 @@ def _is_about_precision(
 ) -> bool:
     """Whether the question has a word of the subject, such as fp16, NaN or autocast.
 
-    A description without an error message may instead be like the best of the failures.
+    A description without an error message may instead have the facts that point to a failure, or
+    be like the best of the failures.
     """
     if has_subject(question, reference):
         return True
     if _PRINTED.search(question) is not None:
         return False
+    terms = set(terms_of(question, reference.synonyms))
+    first = ranked(question, failures, reference)[0]
+    if is_described(first["ref"], terms, reference):
+        return True
     words = len(words_to_search(question, reference.synonyms))
     best = failures[0]
     common = len(best["match_data"].metadata)

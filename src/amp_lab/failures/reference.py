@@ -78,6 +78,12 @@ class Reference:
     clues: dict[str, dict[str, list[str]]]
     """For a failure whose messages have many causes: by the code of each cause, the clues to it.
     All parts of a clue stand in the text, in any order."""
+    named: dict[str, dict[str, list[str]]]
+    """Devices, frameworks and other things that a description names: the ``words`` for each, and
+    the ``codes`` of the failures that have one of them."""
+    described: dict[str, list[list[list[str]]]]
+    """By code, the facts that point to a failure when they stand together in a description: each
+    is a list of parts, and each part a list of words of which one is in the text."""
 
     @functools.cached_property
     def index(self) -> Any:
@@ -117,6 +123,8 @@ def reference_from(data: dict[str, Any]) -> Reference:
         subject_words=frozenset(data["subject_words"]),
         synonyms=data["synonyms"],
         clues=data["clues"],
+        named=data["named"],
+        described=data["described"],
     )
 
 

@@ -1,0 +1,62 @@
+"""Rank the failures that share words with a description.
+
+The score of the index counts how well the words agree. Three things that it does not see decide
+between failures that share most of their words: how much of the description a failure covers, what
+the description names (a device, a framework, an op), and which facts stand together.
+`site/explain/explain.js` ranks in the same way; a test compares the two.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from amp_lab.failures.words import terms_of
+
+if TYPE_CHECKING:
+    from amp_lab.failures.reference import Reference
+
+# Found with the symptoms: each was searched for in a reference without it.
+_COVERAGE = 0.3  # the power of the share of words; 0: the share does not count
+_NOT_NAMED = 0.75  # the factor for a failure that says nothing of what the description names
+_DESCRIBED = 1.5  # the factor for a failure whose facts stand together in the description
+
+
+def ranked(
+    question: str, results: list[dict[str, Any]], reference: "Reference"
+) -> list[dict[str, Any]]:
+    """The results of the index for a description, best first.
+
+    Args:
+        question: The description.
+        results: What lunr found: each with ``ref``, the code of a failure, ``score`` and
+            ``match_data``.
+        reference: The reference with `named` and `described`.
+
+    Returns:
+        The same results in another order; results of equal score by their code.
+    """
+    terms = set(terms_of(question, reference.synonyms))
+    shared = {word for result in results for word in result["match_data"].metadata}
+    codes_of_named = [
+        set(named["codes"])
+        for named in reference.named.values()
+        if not terms.isdisjoint(named["words"])
+    ]
+    scores = {}
+    for result in results:
+        code = result["ref"]
+        coverage = len(result["match_data"].metadata) / len(shared)
+        score = result["score"] * coverage**_COVERAGE
+        for codes in codes_of_named:
+            if code not in codes:
+                score *= _NOT_NAMED
+        if is_described(code, terms, reference):
+            score *= _DESCRIBED
+        scores[code] = score
+    return sorted(results, key=lambda result: (-round(scores[result["ref"]], 4), result["ref"]))
+
+
+def is_described(code: str, terms: set[str], reference: "Reference") -> bool:
+    """Whether facts that point to the failure stand together in a description with these terms."""
+    for facts in reference.described.get(code, []):
+        if all(not terms.isdisjoint(words) for words in facts):
+            return True
+    return False
