@@ -159,7 +159,7 @@ class Adam:
 #
 # The code of `stochastic` uses that a bf16 number is the upper half of the bits of an fp32 number. It adds
 # 16 random bits to the lower half, so a larger lower half carries more often into the upper half. Each
-# carry rounds up. Then the code sets the lower half to zero.
+# carry rounds up. Then the code sets the lower half to zero. <!-- code -->
 
 
 # %%

@@ -19,6 +19,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 NEEDED = ("torch", "torchvision", "numpy", "matplotlib", "sklearn", "tqdm")
+STATUSES = ("held", "failed", "too long", "no time left")  # what can become of a part
 MARK = "first-gpu result: "  # begins the line in which a part's process hands its figures over
 
 
@@ -57,7 +58,7 @@ class Outcome:
 
     part: str
     status: str
-    """``held``, ``failed``, ``too long``, ``no time left``."""
+    """One of `STATUSES`."""
     seconds: float = 0.0
     error: str = ""
     """Its first line, of what failed or did not hold."""

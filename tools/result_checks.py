@@ -12,6 +12,7 @@ from amp_lab.bench.results import Results
 from amp_lab.core.errors import OptionError
 from amp_lab.core.files import read_json
 from amp_lab.core.gpus import Gpu, gpu_of
+from device_run import STATUSES
 
 _FEWEST_ROUNDS = 3  # a rehearsal has one
 # No data sheet gives 16-bit matmuls more than 32 times the rate of fp32 ones. A step can gain more
@@ -38,6 +39,8 @@ def check_result(path: Path) -> None:
     if path.name.startswith("bench"):
         results = load_results(path)  # its fields, and that all figures are finite and positive
         refusals = _of_bench(results)
+    elif path.name.startswith("first-gpu"):
+        refusals = _of_outcomes(read_content(path))
     else:
         content = read_content(path)
         refusals = _of_measurement(content)
@@ -163,6 +166,18 @@ def _of_measurement(content: dict) -> _Refusals:
     threads = content.get("threads")
     if not isinstance(threads, int) or threads < 1:
         yield "threads", f"{threads!r} is no number of threads"
+    yield from _of_figures(content, "")
+
+
+def _of_outcomes(content: dict) -> _Refusals:
+    """What is wrong with a file of ``tools/first_gpu.py``: it has no parts, or another outcome."""
+    parts = content.get("parts")
+    if not isinstance(parts, list) or not parts:
+        yield "parts", "is missing, or empty"
+        return
+    for index, part in enumerate(parts):
+        if part.get("status") not in STATUSES:
+            yield f"parts[{index}].status", f"{part.get('status')!r} is none of {STATUSES}"
     yield from _of_figures(content, "")
 
 
