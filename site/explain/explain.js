@@ -7,7 +7,7 @@ const AmpExplain = (() => {
   const WORDS_OF_A_WINNER = 6, SHARE_OF_A_WINNER = 0.4, LEAD_OF_A_WINNER = 1.8, LONGEST_PHRASE = 3;
   const COVERAGE = 0.3, NOT_NAMED = 0.75, DESCRIBED = 1.5;
   const ERROR = /(?<![A-Za-z_.])[A-Za-z_.]*(?:Error|Exception)\b ?:/g;
-  const PRINTED = /(?<![A-Za-z_.])[A-Za-z_.]*(?:Error|Exception|Warning|Unsupported)\b ?[:(]/g;
+  const PRINTED = /(?<![A-Za-z_.])[A-Za-z_.]*(?:Error|Exception|Warning|Unsupported)\b ?[:(]|\[E(?:\d{4})? /g;
   const LOGGED_NUMBER = /[\w/]+ ?[:=] ?-?\d[\w.:+-]*,?/g; // such as "lr: 1.0e-03" in a log
   const CODE = /(?<![A-Za-z0-9_])AMP[0-9]{4}(?![A-Za-z0-9_])/gi;
   const FINAL_Y = /([aeiou]|^[^aeiouwy]{2,})y(?:s|ed|ing)?$/;
@@ -140,12 +140,11 @@ const AmpExplain = (() => {
   function isAboutPrecision(question, failures, reference) {
     if (hasSubject(question, reference)) return true;
     if (question.search(PRINTED) >= 0) return false;
-    const [first] = ranked(question, failures, reference);
-    if (isDescribed(first.ref, new Set(termsOf(question, reference.synonyms)), reference)) return true;
     const words = wordsToSearch(question, reference.synonyms).length;
     const [best, next] = failures;
     const common = Object.keys(best.matchData.metadata).length;
     if (common < Math.max(WORDS_OF_A_WINNER, SHARE_OF_A_WINNER * words)) return false;
+    if (isDescribed(best.ref, new Set(termsOf(question, reference.synonyms)), reference)) return true;
     return !next || best.score >= LEAD_OF_A_WINNER * next.score;
   }
 

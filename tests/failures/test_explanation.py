@@ -246,6 +246,7 @@ def test_frames_of_ipython_and_rich_are_read(text, file, number):
         "ConnectionResetError: [Errno 104] Connection reset by peer",
         "AttributeError: 'Linear' object has no attribute 'shape'",
         "\0\1\2",
+        "[E ProcessGroupNCCL.cpp:523] Watchdog caught collective operation timeout before the end",
     ],
 )
 def test_what_is_not_about_precision_is_unknown(text):
@@ -260,6 +261,7 @@ def test_what_is_not_about_precision_is_unknown(text):
         "Reading ten million images from a network drive is slow and the GPUs are idle",
         "GAN training: the discriminator wins after a few hundred iterations",
         "my GPU runs on 30-40% and only one CPU thread runs on 95%",
+        "When I resume training, memory of the CPU grows because of the dataloader workers",
     ],
 )
 def test_a_description_of_other_trouble_is_unknown(text):
@@ -338,7 +340,10 @@ def test_facts_point_to_a_failure_only_if_they_stand_together():
 
 
 def test_a_description_with_the_facts_of_a_failure_needs_no_word_of_the_subject():
-    text = "the same matmul on a GTX 1080 and on an A40, the result of the A40 is wrong"
+    text = (
+        "I ran the same matmul on a GTX 1080 and on an A40: the result of the A40 is wrong. "
+        "Is this only a floating point issue?"
+    )
     assert not has_subject(text, REFERENCE)
     assert explain(text)[0].code == "AMP0186"
     assert explain(text.replace("A40", "GTX 1070")) == []

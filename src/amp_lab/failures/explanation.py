@@ -21,7 +21,10 @@ _LONGEST_MESSAGE = 400  # characters after the name of an error: what follows is
 _WORDS_OF_A_WINNER = 6
 _SHARE_OF_A_WINNER = 0.4
 _LEAD_OF_A_WINNER = 1.8
-_PRINTED = re.compile(r"(?<![A-Za-z_.])[A-Za-z_.]*(?:Error|Exception|Warning|Unsupported)\b ?[:(]")
+# The name of an error or a warning, or an error that C++ code of torch logs.
+_PRINTED = re.compile(
+    r"(?<![A-Za-z_.])[A-Za-z_.]*(?:Error|Exception|Warning|Unsupported)\b ?[:(]|\[E(?:\d{4})? "
+)
 _ERROR = re.compile(r"(?<![A-Za-z_.])[A-Za-z_.]*(?:Error|Exception)\b ?:")
 _CODE = re.compile(r"(?<![A-Za-z0-9_])AMP[0-9]{4}(?![A-Za-z0-9_])", re.IGNORECASE)
 _LOGGED_NUMBER = re.compile(r"[\w/]+ ?[:=] ?-?\d[\w.:+-]*,?")  # such as `lr: 1.0e-03` in a log
@@ -242,15 +245,14 @@ def _is_about_precision(
         return True
     if _PRINTED.search(question) is not None:
         return False
-    terms = set(terms_of(question, reference.synonyms))
-    first = ranked(question, failures, reference)[0]
-    if is_described(first["ref"], terms, reference):
-        return True
     words = len(words_to_search(question, reference.synonyms))
     best = failures[0]
     common = len(best["match_data"].metadata)
     if common < max(_WORDS_OF_A_WINNER, _SHARE_OF_A_WINNER * words):
         return False
+    terms = set(terms_of(question, reference.synonyms))
+    if is_described(best["ref"], terms, reference):
+        return True
     return len(failures) == 1 or best["score"] >= _LEAD_OF_A_WINNER * failures[1]["score"]
 
 
