@@ -181,7 +181,7 @@ def test_a_result_of_a_gpu_in_the_table_is_accepted(tmp_path, device):
     ("name", "result", "said"),
     [
         ("first-gpu", {}, "parts: is missing, or empty"),
-        ("first-gpu", {"parts": [{"status": "fine"}]}, r"parts\[0\].status: 'fine' is none of"),
+        ("first-gpu", {"parts": [{"status": "fine"}]}, "parts[0].status: 'fine' is none of"),
         ("bench", {}, "no results of amp-lab bench"),
         ("bench", bench() | {"schema": "amp-lab bench 1"}, "this amp_lab reads"),
         ("bench", without(bench(), "trusted"), "trusted"),
