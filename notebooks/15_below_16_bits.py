@@ -44,8 +44,8 @@ figures.use_style()
 # ## The idea in five lines
 #
 # E4M3 is the more precise of the two FP8 formats. We round a gradient of ordinary size to E4M3, first
-# directly, then with a *scale*: we multiply the gradient by a factor before the rounding, and divide by
-# the factor afterwards. Before you run this: what are the two results?
+# directly, then with a *scale*: we divide the gradient by the scale, round, and multiply by the scale.
+# In the code, `factor` is 1 / scale. Before you run this: what are the two results?
 
 # %%
 gradient = torch.tensor([1e-4, -3e-4, 2e-5])
@@ -61,15 +61,14 @@ assert (scaled / gradient - 1).abs().max() < 2**-4
 # number of E4M3 is 2^-9, about 0.002. With a scale, all three values survive, and each is off by at
 # most a sixteenth of itself.
 #
-# From here on, the scale is 1 / factor: the rounded numbers times the scale are the result. In fp16, one
-# loss scale is usually enough for a whole model ([notebook 03](03_grad_scaler_step_by_step.ipynb)).
-# Below 16 bits, each *tensor* needs a scale, or even each group of 16 values.
+# In fp16, one loss scale is usually enough ([notebook 03](03_grad_scaler_step_by_step.ipynb)). Below 16
+# bits, each *tensor* needs a scale, or even each group of 16 values.
 #
 # ## Formats of a single value
 #
 # A single value of a tensor is called an *element*. `ELEMENTS` lists the formats of elements. For seven of
-# them we print the largest and the smallest positive number, and below 16 bits, how many finite numbers
-# the format has:
+# them we print the largest and the smallest positive number, and below 16 bits also how many finite
+# numbers the format has:
 
 # %%
 for name in ("fp16", "e4m3", "e5m2", "e2m3", "e3m2", "e2m1", "int8"):
@@ -89,10 +88,11 @@ assert halves[halves >= 0].tolist() == [0, 0.5, 1, 1.5, 2, 3, 4, 6]
 # We now round by hand. As an example, we round 5.3 to E4M3:
 #
 # 1. Clip the value to the largest number of the format, as torchao does. <!-- tests/formats/test_scaling.py -->
-# 2. Find the largest power of two that is not above the value's magnitude: 4. (If this power is below
-#    the format's smallest normal number, 2^-6 in E4M3, use the smallest normal number instead.)
+# 2. Find the largest power of two that is not above the value's magnitude: 4. Use at least the format's
+#    smallest normal number, which is 2^-6 in E4M3.
 # 3. Divide this power by 2^3, for 3 mantissa bits, to get the spacing of the numbers there: 4 / 8 = 0.5.
-# 4. Round the value to the nearest multiple of the spacing: 5.5.
+# 4. Round the value to the nearest multiple of the spacing: 5.5. In a tie, round to the multiple whose last
+#    mantissa bit is 0 (the *even* one).
 
 
 # %%
@@ -160,18 +160,20 @@ errors = {
 _ = figures.sqnr_by_format(errors)
 
 # %% [markdown]
-# The figure shows the SQNR of all values but the outliers (higher is better). Without an outlier, the
+# The figure shows the SQNR of all values except the outliers. Higher is better. Without an outlier, the
 # error depends almost only on the element: about 31 dB in E4M3 (an error of 3 %), and about 20 dB in
 # E2M1 (10 %).
 #
 # The outlier channel puts one outlier into each row. Each outlier ruins the values that share its scale:
 #
 # - In `fp8` this is the whole tensor, and in `fp8-rowwise` the whole row.
-# - In `nvfp4` it is the whole tensor too, because the second scale covers the whole tensor.
-# - In `fp8-1x128` and the MX formats (`mxfp8`, `mxfp4`), it is only one block in each row.
+# - In `nvfp4` it is the whole tensor too. All blocks share the fp32 scale. The outlier makes it so large
+#   that the other blocks would need block scales too small for E4M3.
+# - In `fp8-1x128` and the MX formats (`mxfp8`, `mxfp4`), it is one block in each row. In the MX formats,
+#   this is an eighth of the values. If all of them become zero, the SQNR falls to 9 dB.
 #
-# The next cell checks this and prints how many bits each value takes, with its share of the scale. For
-# example, a scale of 8 bits for 32 values adds 0.25 bits to each value:
+# The next cell checks this and prints how many bits each value takes, with its share of the scale. A
+# scale of 8 bits for 32 values adds 0.25 bits to each value:
 
 # %% tags=["nbval-ignore-output"]
 alone, beside = errors["normal"], errors["one outlier channel"]
@@ -186,8 +188,8 @@ for name in NAMES:
 
 # %% [markdown]
 # Real outlier channels of language models are [often ten times](https://arxiv.org/abs/2208.07339) as large
-# as the rest, not a million times. With a margin, we now make the column 100 times as large. Which formats
-# still lose accuracy?
+# as the rest, not a million times. We now make the column 100 times as large. Which formats still lose
+# accuracy?
 
 # %% tags=["nbval-ignore-output"]
 usual = normal.clone()
@@ -210,12 +212,12 @@ assert at_100["mxfp4"] < at_100["nvfp4"] < alone["nvfp4"] - 5
 # format, as most of [torchao's recipes](https://github.com/pytorch/ao/blob/main/torchao/float8/config.py)
 # do. So in FP8, the gradients are in E4M3 too, not in E5M2.
 #
-# A row or block always lies along the dimension that the matmul sums over. Then the matmul can add up the
-# products of a row or block first, and multiply only their sum by the scales. The output is a sum over the
-# layer's inputs, so the weight is rounded along its inputs. dgrad is a sum over the layer's outputs, so the
-# weight is rounded again, along its outputs.
+# The values that share a scale must lie along the dimension that the matmul sums over. Then the matmul can
+# first add up the products of a block, and multiply only their sum by the scales. The weight has the shape
+# (out, in). The output sums over *in*, so each block lies in a row of the weight. dgrad sums over *out*, so
+# we round the weight again, with blocks in its columns (`weight.T`).
 #
-# Everything else stays in fp32: the other ops, the weights that the optimizer updates, and the sums.
+# Everything else is in fp32: other ops, the optimizer's weights, and the sums.
 
 
 # %%
@@ -316,9 +318,8 @@ _ = figures.loss_from_fp32(losses)
 # The figure shows how much higher each loss is than that of fp32: the mean of three seeds, with bars for
 # their range. The grey band is the range of the fp32 loss over the seeds.
 #
-# With scales, every format ends within or near the band. The four-bit formats end higher than FP8 and
-# MXFP8. Without a scale the model learns less, because E4M3 rounds many gradients to zero. We check the
-# printed losses:
+# FP8 and MXFP8 learn as well as fp32. The four-bit formats learn slightly less. FP8 without a scale learns
+# much less, because E4M3 rounds many gradients to zero. We check the printed losses:
 
 # %%
 between_seeds = max(last["fp32"]) - min(last["fp32"])
@@ -329,9 +330,8 @@ for name in ("mxfp4", "nvfp4"):
     assert mean["fp32"] - max(between_seeds, 0.05) < mean[name] < mean["fp8, no scale"] - 0.1
 
 # %% [markdown]
-# This does not show that four bits are enough for your model. A format that works for a hundred steps of a
-# tiny GPT can fail in a long training of a large model. But **a format that fails here is not worth a
-# large run**.
+# A format that works for a hundred steps of a tiny GPT can fail in a long training of a large model. But
+# **a format that fails here is not worth a large run**.
 #
 # **Keep some layers in 16 bits**: [embeddings, the head, routers and
 # norms](https://arxiv.org/abs/2412.19437), and layers whose error is large. NVIDIA's [recipe for
@@ -457,22 +457,22 @@ assert all(found.verdict == "accurate enough in one step" for found in report.fo
 report
 
 # %% [markdown]
-# The report has a row for each layer, with its SQNR in bf16 and in each format. A star marks a layer that
-# is better left in 16 bits. *Look at* gives the reason for each star:
+# The report has a row for each layer. Each number is the SQNR of the worst of the layer's three matmuls in
+# one format. A star marks a layer that is better left in 16 bits. *Look at* gives the reason for each star:
 #
 # - The large feature ruins the two layers around it, `blocks.1.up` and `blocks.1.down`, in every format.
 #   The error is largest if the whole tensor shares a scale.
 # - The head, `token.weight`, has a star and no SQNR. On a GPU, FP8 matmuls need sizes that are multiples of
-#   16 ([what to pad](08g_speed_and_memory.ipynb#A-size-is-not-a-multiple-of-16-or-8)), and its size is 88.
+#   16 ([what to pad](08g_speed_and_memory.ipynb#A-size-is-not-a-multiple-of-16-or-8)). Its output has 88.
 #
-# The last rows are about the whole model, with the starred layers in 16 bits: the errors of its gradients
-# and its loss, and how many layers have no star. The verdict *accurate enough in one step* means that these
-# errors are below wide limits, such as 50 % for the gradients. It does not show that the model learns.
+# The last rows show the errors of the whole model, with the starred layers in 16 bits. `layers` counts the
+# layers without a star. The verdict *accurate enough in one step* means that the errors are below wide
+# limits, such as 50 % for the gradients. It does not show that the model learns.
 #
 # In a terminal, `amp-lab rehearse --steps 20` also trains in each format, and `--for h100` forecasts which
 # layers would be faster on an H100. <!-- tests/cli/test_rehearse_command.py -->
 #
-# We check what we said about the two layers, and the error of the gradients in one format:
+# We check the two layers, and the error of the gradients in one format:
 
 # %%
 for layer in ("blocks.1.up", "blocks.1.down"):
@@ -575,7 +575,7 @@ exercises.check_scale_of(factor_of)
 # ### 3. Scale a block by a power of two
 #
 # Complete `block_scales` for MXFP4. For each row of 32 values it returns the smallest power of two such
-# that no value exceeds 6 after a division by this power. No row is all zeros.
+# that no magnitude exceeds 6 after a division by this power. No row is all zeros.
 
 
 # %%
