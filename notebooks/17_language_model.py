@@ -105,17 +105,16 @@ assert dtypes["blocks.0.qkv"] == dtypes["blocks.0.rotate"] == dtypes[""] == torc
 result
 
 # %% [markdown]
-# A row such as `blocks.0 … 1.qkv` adds up this module in both blocks, and a row with *itself* leaves out the
-# submodules. *Work* is the share of the FLOPs, *work in* is the dtype of the matmuls, *other ops in* is the
-# dtype of the other ops, and *output* is the dtype that the module returns.
+# A row such as `blocks.0 … 1.qkv` adds up this module in both blocks. A row with *itself* leaves out the
+# submodules. *Ops* and *casts* count the ops of the module and the casts that autocast inserts. *Work* is
+# the share of the FLOPs, and *work in* is the dtype of the matmuls. *Other ops in* is the dtype of the other
+# ops, and *output* is the dtype that the module returns.
 #
 # All matmuls run in bf16. Three parts run in fp32:
 #
 # - **The residual stream**: the embedding is fp32, and bf16 plus fp32 gives fp32. This costs memory
 #   but helps accuracy: each block adds a small amount, and bf16 would round every sum.
-# - **The norms**: they read the residual stream, which is fp32. (An RMSNorm that reads bf16 returns
-#   fp32 under CUDA's autocast [from torch 2.12 on](https://github.com/pytorch/pytorch/issues/188955),
-#   and bf16 under a CPU's.) <!-- tests/tracing/test_advice.py -->
+# - **The norms**: they read the residual stream, which is fp32.
 # - **The rotations**: their cosines are fp32. The model casts the result back to bf16 with
 #   `.to(x.dtype)`.
 #
@@ -125,15 +124,15 @@ result
 # [transformers](https://github.com/huggingface/transformers/blob/main/src/transformers/loss/loss_utils.py)
 # and `lm.loss_of` do.
 #
-# **Do not cast the whole model** with `model.to(torch.bfloat16)`, because this also casts buffers. A Llama
-# model of transformers rotates by angles, each of which is a rate times the position, and stores the rates
-# in a buffer. Cosines may be bf16, but rates or positions in bf16 make the angles wrong in long texts
-# ([notebook 08](08b_learning.ipynb#Positions-or-counts-are-wrong-beyond-256)).
+# **Do not cast the whole model** with `model.to(torch.bfloat16)`, because this also casts buffers. For
+# example, a Llama model of transformers stores the rates of its rotations in a buffer. It multiplies each
+# rate by the position to get an angle. If the rates or the positions are bf16, the angles are [wrong in long
+# texts](08b_learning.ipynb#Positions-or-counts-are-wrong-beyond-256).
 #
 # **Load the model in the dtype that you want** instead: `from_pretrained(…, dtype=…)` leaves the rates in
-# fp32. For full fine-tuning, load the model in fp32 and use autocast, because bf16 weights can lose small
-# updates ([notebook 19](19_choose_your_precision.ipynb#What-other-frameworks-call-it)). For LoRA (below),
-# load the base in bf16. <!-- tests/notebooks/test_17_language_model.py -->
+# fp32. For full fine-tuning, load the model in fp32 and use autocast, because bf16 weights [can lose small
+# updates](19_choose_your_precision.ipynb#What-other-frameworks-call-it). For LoRA (below), load the base in
+# bf16. <!-- tests/notebooks/test_17_language_model.py -->
 #
 # ### One dtype for q, k and v
 #
@@ -162,8 +161,9 @@ assert message.startswith("Expected query, key, and value to have the same dtype
 # - **Otherwise** PyTorch silently uses another kernel, usually a slower one. This happens, for example, to
 #   a model in fp32 or on a T4.
 #
-# To be sure of a kernel, select it: `with sdpa_kernel(SDPBackend.FLASH_ATTENTION):` raises an error if this
-# kernel cannot run, and warnings say why. <!-- tests/notebooks/test_17_language_model.py -->
+# To be sure of a kernel, call attention inside the block `with sdpa_kernel(SDPBackend.FLASH_ATTENTION):`. If
+# this kernel cannot run, attention raises an error, and warnings say why.
+# <!-- tests/notebooks/test_17_language_model.py -->
 #
 # ## Train it in each precision
 #
@@ -192,10 +192,10 @@ for name, precision in PRECISIONS.items():
 print(f"two seeds in fp32 differ by up to {between_seeds:.2g}")
 
 # %% [markdown]
-# The precision changes the loss far less than the seed does. (The line of fp32 compares fp32 with itself.)
-# The quick scale trains for only 60 steps, so train your own model for longer and compare it in the same
-# way. If the precision changes its loss more than the seed does, look for the cause in [notebook
-# 08](08_when_amp_breaks.ipynb).
+# The precision changes the loss far less than the seed does. The first line shows a difference of 0, because
+# fp32 is the baseline. The quick scale trains for only 60 steps, so train your own model for longer and
+# compare the losses in the same way. If the precision changes the loss more than the seed does, look for the
+# cause in [notebook 08](08_when_amp_breaks.ipynb).
 #
 # ## The loss over a large vocabulary
 #
@@ -330,19 +330,22 @@ _, dtypes = xray_on_cuda(copy.deepcopy(adapted).cpu())
 assert dtypes["blocks.0.qkv"] == dtypes["blocks.1"] == torch.bfloat16  # no fp32 came in
 
 # %% [markdown]
-# Casting the base to bf16 hardly changed the loss, and fine-tuning lowered the loss.
+# Casting the base to bf16 hardly changed the loss, and fine-tuning lowered the loss. With a bf16 embedding,
+# the residual stream is bf16 too, as the last line checks.
 #
-# On a GPU that has fp16 and no fast bf16, keep the base in fp16 and the adapters in fp32, and use fp16
-# autocast with the scaler. (With adapters in fp16, the scaler [raises an error](08_when_amp_breaks.ipynb).)
+# On a GPU that has fp16 and no fast bf16, keep the base in fp16 and use fp16 autocast with the scaler. Keep
+# the adapters in fp32, because the scaler [raises an error](08_when_amp_breaks.ipynb) for fp16 adapters.
 #
 # ### What merging loses
 #
 # Merging adds the update to the weight, so that inference needs no adapter. If you store the sum in
-# bf16, each value is rounded. How much of the update survives depends on its size. We scale our update to
-# four sizes: as large as the weight (by their norms), 100 times smaller, 1000 times smaller, and 10,000
-# times smaller. For each size, we count the values of the weight that did not change. We also compute how
-# far the weight moved in the direction of the update: 100 % would be the whole update. Before you run this:
-# how much is left of an update that is 1000 times smaller than the weight?
+# bf16, each value is rounded. How much of the update survives depends on its size.
+#
+# We take the layer `up` of the second block's MLP, and scale its update to four sizes: as large as the weight
+# (by their norms), and 100, 1000 and 10,000 times smaller. For each size, we count the values of the weight
+# that did not change. We also compute how far the weight moved in the direction of the update: 100 % would
+# be the whole update. Before you run this: how much is left of an update that is 1000 times smaller than the
+# weight?
 
 # %% tags=["nbval-ignore-output"]
 layer = adapted.blocks[1].up
@@ -360,10 +363,11 @@ assert arrived[1e-4] < 0.2 < arrived[1e-3] < 0.8
 assert stayed[1e-3] > 0.5
 
 # %% [markdown]
-# Neighbouring bf16 numbers are 0.4 to 0.8 % apart, and each value is rounded to the nearest one. At a
-# hundredth of the weight, some values move too far and others too little or not at all, so the sum of all
-# changes is about right. At a thousandth of the weight, most values do not change, and a large part of the
-# update is lost. So choose one of these:
+# Neighbouring bf16 numbers are 0.4 to 0.8 % apart, and each value is rounded to the nearest one. If the
+# update is a hundredth of the weight, some values move too far, and others too little or not at all. On
+# average, these errors cancel, so about 100 % of the update is left. If the update is a thousandth of the
+# weight, it is smaller than half of this distance in most values. These values do not change, and a large
+# part of the update is lost. So choose one of these:
 #
 # - Keep the adapter separate.
 # - Merge into a copy in **fp32**.
@@ -371,7 +375,7 @@ assert stayed[1e-3] > 0.5
 #   [peft](https://huggingface.co/docs/peft) rounds once; with `safe_merge=True` it rounds
 #   twice. <!-- tests/notebooks/test_17_language_model.py -->
 # - If the base was quantised for training ([QLoRA](https://arxiv.org/abs/2305.14314)), dequantise the base
-#   and merge into the result, because the adapter was trained on these values.
+#   and merge into the result, because the adapter was trained on the dequantised values.
 #
 # ## The same prompt, another text
 #
@@ -404,16 +408,17 @@ assert abs(in_bf16 - in_fp32) < 0.01
 
 # %% [markdown]
 # A text diverges at a *near tie*: the gap between the two largest logits is so small that the rounding to
-# bf16 changes their order. The output above shows that these gaps are about as small as the change of a
-# logit. The rest of the text then differs, because each character depends on those before it.
+# bf16 changes their order. Here the gaps were at most 0.026, and bf16 moved a logit by up to 0.033. (The
+# assert allows larger gaps, because bf16 moves both logits.) The rest of the text then differs, because each
+# character depends on those before it.
 #
 # But the model is not worse in bf16: the test loss is nearly the same. So compare models by their loss, or
 # by how often they choose the same next token. Do not compare whole texts.
 #
-# Two texts can also diverge within one precision. A matmul of a different shape may add in a different
-# order. The logits therefore change slightly with the batch size, the length of the text, and the
-# cache of keys and values. Here we change only the length. We compare the logits of ten characters, once
-# alone and once at the beginning of a longer text:
+# Two texts can also diverge within one precision, because a matmul of a different shape may add in a
+# different order. The logits therefore change slightly with the batch size, the length of the text, and the
+# cache of keys and values. Here we change only the length: we compute the logits of ten characters alone, and
+# at the beginning of a longer text.
 
 # %% tags=["nbval-ignore-output"]
 for name, limit in (("fp32", 1e-3), ("bf16", 0.5)):
@@ -435,14 +440,14 @@ for name, limit in (("fp32", 1e-3), ("bf16", 0.5)):
 # first. <!-- tests/difference/test_first_difference.py -->
 #
 # **The cache** has a dtype too. If a Llama model of transformers has fp32 weights and runs under
-# autocast, it rotates the keys with fp32 cosines, and its cache is fp32. An fp32 cache takes twice the
-# memory of a bf16 cache. For generation use a model in bf16 without autocast.
+# autocast, it rotates the keys with fp32 cosines. Its cache is then fp32 and takes twice the memory of a bf16
+# cache. So for generation, use a model in bf16 without autocast.
 # <!-- tests/notebooks/test_17_language_model.py -->
 #
 # ## Summary
 #
 # - With fp32 weights under autocast, the matmuls of this GPT run in 16 bits. Norms, rotations and the
-#   residual stream are [fp32](#Where-fp32-comes-in). With bf16 weights, the residual stream is bf16.
+#   residual stream are [fp32](#Where-fp32-comes-in). With bf16 weights, the stream is bf16.
 # - Cast the logits to fp32 for the loss: `.float()`. Over a large vocabulary compute the loss in
 #   chunks.
 # - Load a model in the dtype that you want, and do not cast it afterwards: its rotation rates must be
