@@ -58,8 +58,8 @@ assert defaults == [torch.bfloat16] + [torch.float16] * 3
 # %% [markdown]
 # We did not call `.to()`, but the matmul ran in low precision. Autocast casts the inputs of matmuls,
 # because matmuls can be [much faster](https://docs.pytorch.org/docs/stable/amp.html) in 16 bits. Autocast
-# leaves an addition alone. `torch.outer` computes the same numbers as the matmul, but its result
-# stayed fp32: autocast decides for each *op* that is called.
+# leaves an addition alone. `torch.outer` computes the same numbers as the matmul, but in fp32, because
+# autocast looks only at which *op* is called.
 #
 # Autocast gives *copies* to the op, so `x` is still fp32. **The parameters of a model stay fp32 in the
 # same way.** So do not call `.half()` or `.bfloat16()` on a model that you train under autocast. You would
@@ -74,15 +74,18 @@ assert defaults == [torch.bfloat16] + [torch.float16] * 3
 # |---|---|---|
 # | lower precision | casts the inputs to `low` | `linear`, `conv2d`, `matmul` |
 # | fp32 | casts the inputs to fp32, or sets `dtype=torch.float32` | most losses; on a GPU also `exp`, `softmax` and `layer_norm` |
-# | promote | casts the inputs to fp32 if one of them is fp32, otherwise to `low`; may [refuse the other 16-bit dtype](08e_dtypes.ipynb#fp16-and-bf16-are-mixed-in-one-model) | a few ops that combine tensors, such as `index_copy` and `cat` on a CPU |
+# | promote | casts the inputs to fp32 if one of them is fp32; otherwise they stay in `low` | a few ops that combine tensors, such as `index_copy` and `cat` on a CPU |
 # | (not on the list) | nothing: the op runs in the dtype of its inputs | `relu`, `add`, `mean` |
+#
+# If `low` is bf16, a promote op may [raise an error for an fp16
+# input](08e_dtypes.ipynb#fp16-and-bf16-are-mixed-in-one-model).
 #
 # You can predict the dtype of an op with three questions, in this order:
 #
 # 1. **Is the call eligible?** [Some tensors and some calls](#What-is-eligible,-and-what-is-not) are never
 #    cast.
 # 2. **Is the op on the list of this backend?** If neither the op nor the ops that it calls are listed,
-#    PyTorch's usual promotion applies: of two dtypes the wider one wins.
+#    PyTorch's usual promotion applies: fp32 and a 16-bit dtype give fp32.
 # 3. **Which policy does the op have there?**
 #
 # ## Find the policy of an op
@@ -147,18 +150,18 @@ assert list(found.values()) == [low] + [torch.float32] * 4 + [low]
 # Autocast lowers only the first matmul. The other calls follow these rules:
 #
 # - **In-place ops and `out=`** write into a tensor that exists, so its dtype cannot change. Autocast
-#   leaves these two calls alone, so they run in fp32.
+#   does not cast the inputs of such calls, so our two calls ran in fp32.
 # - **Tensors on another device** are not cast, because the first argument of `torch.autocast` names one
-#   type of device. (Here the tensors are on `meta`, a device that stores no data.) If you name a device
-#   that the machine does not have, nothing is cast, sometimes without a warning. So take the name from
-#   your tensors, as `dtype_of` does with `device.type`.
+#   type of device. Our tensors were on `meta`, a device that stores no data. If you name a device that
+#   the machine does not have, nothing is cast, sometimes without a warning. So pass the device of your
+#   tensors: `x.device.type`.
 #   <!-- tests/notebooks/test_02_autocast_dtypes.py -->
 # - **An explicit `dtype=`** decides the dtype of the result. With `dtype=` you also get fp32 from an op
 #   that is *not* listed, such as `softmax` on a CPU. <!-- tests/notebooks/test_02_autocast_dtypes.py -->
 # - **float64 and integers** are not cast either. <!-- tests/notebooks/test_02_autocast_dtypes.py -->
 #
-# An in-place call may raise an error if its tensors have two dtypes, although the ordinary form of the op
-# works. [Notebook 08](08e_dtypes.ipynb#A-half-precision-output-leaves-the-block) lists the messages.
+# An in-place call may raise an error if its tensors have two dtypes. [Notebook
+# 08](08e_dtypes.ipynb#A-half-precision-output-leaves-the-block) lists the messages.
 #
 # ## What leaves the block
 #
@@ -198,14 +201,13 @@ assert weight.grad.dtype is weight.dtype is torch.float32
 
 # %% [markdown]
 # The forward pass casts both inputs down, multiplies in low precision, casts the result up, and computes
-# the loss in fp32. The backward pass multiplies in low precision as well: each backward op runs in the
+# the loss in fp32. The backward pass multiplies in low precision as well. Each backward op runs in the
 # dtype that autocast chose for its forward op, because the saved tensors have that dtype. The backward of
-# a cast is the cast back, so the gradient of `weight` arrives in fp32. (`ones_like`, `t` and `detach` do
-# no arithmetic.)
+# a cast is the cast back, so the gradient of `weight` arrives in fp32.
 #
 # **Keep `backward()` out of the block.** Inside, [autocast would apply its list to the backward
-# ops](https://docs.pytorch.org/docs/stable/amp.html#torch.autocast) as well. The backward of a matmul that ran
-# in fp32 on purpose would then run in low precision. <!-- tests/notebooks/test_02_autocast_dtypes.py -->
+# ops](https://docs.pytorch.org/docs/stable/amp.html#torch.autocast) as well. If you ran a matmul in fp32
+# on purpose, its backward would then run in low precision. <!-- tests/notebooks/test_02_autocast_dtypes.py -->
 #
 # ## Nest and disable autocast
 #
@@ -229,15 +231,15 @@ assert (careless.dtype, careful.dtype, back.dtype) == (low, torch.float32, low)
 # need no cast, because autocast casts again.
 #
 # Autocast is also a decorator: `@torch.autocast(device.type, dtype=low)` above a `forward` puts the whole
-# function into a block, no matter who calls it. A new thread [begins without
+# function into a block. A new thread [begins without
 # autocast](08g_speed_and_memory.ipynb#A-thread-runs-without-autocast-or-in-another-dtype), so
 # the function that runs in the thread needs the decorator or a block of its own.
 #
 # ## The cache of weight casts
 #
-# If a block uses a weight five times, one cast is enough. Autocast caches the cast weight until the
-# outermost block ends. The cache takes memory. We count the casts for a trained weight with and without
-# the cache, for a frozen weight, and for a weight that is computed from another tensor.
+# If a block uses a weight five times, one cast is enough. Autocast keeps the cast weight in memory until
+# the outermost block ends. We count the casts for a trained weight with and without the cache, for a
+# frozen weight, and for a weight that is computed from another tensor.
 
 
 # %%
@@ -281,9 +283,11 @@ assert torch.equal(stale, before)
 assert torch.equal(fresh, 2 * before)
 
 # %% [markdown]
-# The weight has doubled, but the matmul in the same block still uses the old cast, without any error.
-# **Put one block around each forward pass, and never one around the whole training loop.** An inner block
-# in another 16-bit dtype would also use the old cast, so give it `cache_enabled=False`.
+# The weight has doubled, but the matmul in the same block still uses the old cast. There is no error.
+# **Put one block around each forward pass, and never one around the whole training loop.**
+#
+# The cache does not check dtypes either: an fp16 block inside a bf16 block may get a weight's bf16 cast.
+# So give the inner block `cache_enabled=False`.
 # <!-- tests/notebooks/test_02_autocast_dtypes.py -->
 #
 # ## Your own autograd functions
@@ -318,9 +322,10 @@ print(error_of(output.float().sum().backward))
 #
 # If a function works in one dtype only, such as a kernel that you wrote for fp32, pass that dtype to
 # `custom_fwd` as `cast_inputs`. In a block, `custom_fwd` then casts the eligible arguments to that dtype
-# and switches autocast off inside `forward` and `backward`. Let `forward` then return that dtype too: the
-# gradient that `backward` gets has the dtype of this output. We decorate the methods of `Product` in both
-# ways. In your own code, write the decorators with `@` above the methods.
+# and switches autocast off inside `forward` and `backward`. Then `forward` must also return that dtype.
+# The gradient that `backward` gets has the dtype of the output, and it has to match the saved tensors.
+#
+# We decorate the methods of `Product` in both ways. In your code, write the decorators with `@`.
 
 
 # %%
@@ -358,8 +363,8 @@ for function, dtype in ((AmpProduct, low), (Fp32Product, torch.float32)):
 # ## CPU and CUDA have different lists
 #
 # Each backend has its own list of ops. `listed` asks PyTorch for this list, and you need not have the
-# device. (`torch._C` begins with an underscore because it is not public.) Each list has about 110 ops.
-# Before you run this: how many ops do CPU and CUDA share?
+# device. (`torch._C` is not public, hence the underscore.) Each list has more than 110 ops. Before you
+# run this: how many ops do CPU and CUDA share?
 
 
 # %%
@@ -386,9 +391,9 @@ assert {"exp", "log", "pow", "sum", "softmax", "layer_norm", "cumsum"} <= cuda -
 # You can see CUDA's dtypes without CUDA, because autocast casts *before* PyTorch chooses a kernel. A
 # **fake tensor** has a device, a shape and a dtype, but no data, so its device need not exist. `policy_of`
 # makes all tensors in its block fake and enables autocast for the device that you name. We give each op an
-# input in low precision, because an fp32 input would hide the difference: an op with the policy fp32 and an
-# op that is not on the list would both return fp32. Before you look: which ops will
-# return fp32 on CUDA, but not on the CPU?
+# input in low precision. For an fp32 input, two kinds of ops would return fp32: those with the policy
+# fp32, and those that are not on the list. Before you look: which ops will return fp32 on CUDA, but not
+# on the CPU?
 
 # %%
 grid = {}
@@ -612,6 +617,6 @@ exercises.check_policy(policy)
 # - AMD, [Automatic mixed precision in PyTorch using AMD
 #   GPUs](https://rocm.blogs.amd.com/artificial-intelligence/automatic-mixed-precision/README.html), 2024:
 #   the source of the five-line demo.
-# - [Pull request 165068](https://github.com/pytorch/pytorch/pull/165068): in versions before 2.11, a pass
-#   under `no_grad` could leave a cast without a graph in the cache. Older code may still have workarounds,
-#   which are no longer needed.
+# - [Pull request 165068](https://github.com/pytorch/pytorch/pull/165068): before torch 2.11, the cache could
+#   keep casts from a pass under `no_grad`. A later pass in the same block used them, and the weights got no
+#   gradient. Workarounds in older code are no longer needed.
