@@ -68,7 +68,8 @@ assert layer.weight.dtype is gradient.dtype is torch.float32
 #
 # The network gets the x and the y coordinate of each pixel and predicts the pixel's brightness. The
 # picture is a sum of two cosine waves, rounded to four levels. <!-- tests/bench/test_convmodel.py -->
-# The full scale uses the sizes of the article. The quick scale uses a smaller picture and fewer epochs.
+# The full scale uses the sizes of the article. The quick scale uses a smaller picture and fewer epochs. A
+# CPU that emulates bf16 gets the smallest picture.
 
 # %%
 config = {
@@ -167,9 +168,9 @@ with Precision.FP32.float32_mode("cpu"):
 
 # %% [markdown]
 # We compare FP32 with each precision that this device accelerates ([only fp16 on a
-# T4](../docs/hardware.md#t4-v100-and-rtx-20)). `describe_device` finds these precisions by timing a matmul
-# in each. If this device accelerates none of them, we use bf16 anyway, to show what it costs to emulate
-# bf16. <!-- tests/core/test_device.py -->
+# T4](../docs/hardware.md#t4-v100-and-rtx-20)), the fastest last. `describe_device` finds these precisions
+# by timing a matmul in each. If there are none, we use bf16 anyway, to show what it costs to emulate bf16.
+# <!-- tests/core/test_device.py -->
 
 # %% tags=["nbval-ignore-output"]
 report = describe_device(device)
@@ -221,10 +222,10 @@ print(f"the seeds of fp32 differ by up to {(fp32_final.max() - fp32_final.min())
 # Read the numbers of your device in the same way: a difference that is smaller than the spread may be
 # chance.
 #
-# This does not prove that the difference is zero. To find a smaller difference, compare runs in pairs: a
-# seed starts from the same weights in both precisions. The third exercise does this.
+# This does not prove that the difference is zero. To find a smaller difference, subtract the losses of two
+# runs with the same seed, because they start from the same weights. The third exercise does this.
 #
-# Is this loss low enough? To see this, we let the networks of the first seed draw the picture.
+# Is this loss low enough? We let the networks of the first seed draw the picture.
 
 
 # %% tags=["nbval-ignore-output"]
@@ -257,9 +258,9 @@ for picture in pictures.values():
 # - It computes the speed-up within each round, and reports the median with its 95 % interval in
 #   brackets. <!-- tests/core/test_timing.py -->
 #
-# A measured time can still be wrong. So `is_possible` checks that the time is not too short. It divides the
-# floating-point operations (FLOP) of the step by the time, and compares this rate with the matmul rate that
-# `describe_device` measured.
+# A measured time can still be wrong. So `is_possible` checks that no time is too short. It divides the
+# step's floating-point operations (FLOP) by the time, and compares the result with the rate of a matmul on
+# this device.
 # <!-- tests/notebooks/test_04_fp32_vs_amp.py -->
 #
 # Before you run this: how much faster do you expect the step to be in 16 bits?
@@ -277,7 +278,7 @@ assert device.type == "cpu" or not fastest.is_below(1)
 # %% [markdown]
 # Each line shows the time of a step and the speed-up over FP32, with its interval. AMP is faster if the
 # interval lies above 1x, and slower if it lies below 1x. If the interval contains 1x, this measurement
-# cannot tell. Here AMP is faster: the CPU of this run has instructions for bf16.
+# cannot tell. Here AMP is faster, because the CPU of this run has instructions for bf16.
 #
 # Inference runs only the forward pass, so it needs autocast but no scaler. Will inference gain more than
 # training, or less?
@@ -323,22 +324,23 @@ _ = figures.time_and_memory(
 )
 
 # %% [markdown]
-# The figure shows the time on the left and the memory on the right. The label above a bar gives its
-# speed-up, or its share of FP32's memory. The thin line at the end of a time bar is the interval of that
-# time. If the machine was too busy to tell, the time bars are grey. <!-- tests/plots/test_plots.py -->
+# The figure shows the time on the left and the memory on the right. The label above a bar gives its value
+# and, except for FP32, the speed-up or the share of FP32's memory. The thin line at the end of a time bar
+# is the interval of that time. If the machine was too busy to tell, the time bars are grey.
+# <!-- tests/plots/test_plots.py -->
 #
-# With bf16, autograd saves about half the bytes, because nearly all saved tensors are activations in bf16.
-# (On Apple's MPS it saves more bytes, because autocast runs batch normalisation in fp32 there.)
+# With bf16, autograd stores about half as many bytes as with FP32, because nearly all saved tensors are
+# activations in bf16. On Apple's MPS the share is larger, because batch normalisation runs in fp32 there.
 #
 # The peak also includes the weights, their gradients and Adam's state. All of these stay in fp32, so the
 # peak shrinks less. [Notebook 06](06_caltech256_resnet50.ipynb#Count-the-memory-of-a-step) counts them.
 #
 # ## How not to measure
 #
-# We took the problem from an
-# [article](https://rocm.blogs.amd.com/artificial-intelligence/automatic-mixed-precision/README.html). Its
-# measurements contain four common mistakes. We print the times and the memory that it reports, from an
-# unnamed AMD GPU. The article calls the gain in training a speed-up of 46 %.
+# The
+# [article](https://rocm.blogs.amd.com/artificial-intelligence/automatic-mixed-precision/README.html) with
+# this problem contains one mistake of wording and four of measuring. We print the times and the memory that
+# it reports, from an unnamed AMD GPU. It calls the gain in training a speed-up of 46 %.
 
 # %%
 article = {"training": (13.98, 7.50, 2061, 1035), "inference": (4.24, 2.87, 3338, 1676)}
@@ -348,10 +350,10 @@ for task, (fp32_s, amp_s, fp32_mb, amp_mb) in article.items():
     assert (round(less, 3), round(speedup, 2)) in [(0.464, 1.86), (0.323, 1.48)]
 
 # %% [markdown]
-# *Less time* and *speed-up* are different numbers: 46.4 % less time is a speed-up of 1.86x. So always say
-# which of the two you mean.
+# The wording is wrong, because *less time* and *speed-up* are different numbers: 46.4 % less time is a
+# speed-up of 1.86x.
 #
-# The memory is odd too: inference needs more than training. Before you read on: how is this possible?
+# The memory is odd: inference needs more than training. Before you read on: how is this possible?
 #
 # **The article kept activations that it did not need.** Its inference ran without `no_grad`, so each pass
 # stored a graph with its activations for a backward pass. In the loop `outputs = model(inputs)`, the old
@@ -361,8 +363,8 @@ for task, (fp32_s, amp_s, fp32_mb, amp_mb) in article.items():
 # <!-- tests/notebooks/test_04_fp32_vs_amp.py -->
 #
 # **The article counted the first step.** The first step can be slow, for example because it [loads a
-# library](https://docs.pytorch.org/tutorials/recipes/recipes/benchmark.html). The article always measured
-# FP32 first, so only FP32 had the slow step, and AMP looks better than it is. Warm up before you measure.
+# library](https://docs.pytorch.org/tutorials/recipes/recipes/benchmark.html). The article measured FP32
+# first, so only FP32 had the slow step, and AMP looks better than it is. Warm up before you measure.
 #
 # **The article compared one run with one run.** Its loss was 17 % lower with AMP, but no seed was set. One
 # run of each cannot tell whether this is an effect or chance.
@@ -404,14 +406,13 @@ assert not hidden.is_below(0.9)
 assert device.type != "cpu" or not hidden.is_above(1.1)
 
 # %% [markdown]
-# On a CPU the two clocks agree: here the interval contains 1x. The ratio is the median over the rounds, not
-# the ratio of the two
-# times, so only its interval says which clock is faster. If the interval of the second line lies above 1x
-# on your device, the clock that does not wait reports a speed-up where there is none, because both clocks
-# time the same step. On an H100, it reported [six times the
-# speed](../data/results/README.md#an-nvidia-h100). (We time FP32, because with fp16 the scaler [usually
-# waits](03_grad_scaler_step_by_step.ipynb#What-a-scaler-costs) for the
-# device in every step anyway.)
+# The second line compares the two clocks. On a CPU they agree: the interval contains 1x. (The factor before
+# the interval is a median over the rounds. It may differ a little from the ratio of the two times.)
+#
+# On a GPU the interval may lie above 1x. But both clocks time the same step, so this speed-up is not real:
+# the second clock stopped too early. On an H100, it reported [six times the
+# speed](../data/results/README.md#an-nvidia-h100). We time FP32, because with fp16 the scaler [usually
+# waits](03_grad_scaler_step_by_step.ipynb#What-a-scaler-costs) for the device in every step.
 #
 # ## Summary
 #
