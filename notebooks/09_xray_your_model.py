@@ -50,7 +50,7 @@ _ = torch.manual_seed(0)
 # ## The idea in five lines
 #
 # We ask for the dtypes of a tiny network under CUDA's autocast, without a GPU. Before you run this: in
-# which dtype does each of the three layers run?
+# which dtype does each layer run?
 
 # %%
 tiny = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Softmax(-1))
@@ -157,9 +157,8 @@ assert fake_rows[-1] == ("native_layer_norm", ("fp32",) * 3, ("fp32",))
 # Each row is one op. The convolution needs three casts, for its input, weight and bias. The linear layer
 # needs only two, because its input is already fp16. The norm needs one cast up to fp32.
 #
-# Does a real run show the same rows? We can check this on the CPU: there, the rows of a real run and of a
-# fake run are equal. On an H100, the rows of the command `amp-lab xray` [were those of a real
-# run](../data/results/README.md#an-nvidia-h100).
+# Does a real run show the same rows? We check this on the CPU. On an H100, the rows of the command `amp-lab
+# xray` [were those of a real run](../data/results/README.md#an-nvidia-h100).
 
 # %%
 images = torch.rand(2, 3, 8, 8)
@@ -259,14 +258,16 @@ _ = figures.dtypes_by_model(grid)
 
 # %% [markdown]
 # The figure has a panel for each model, a column for each backend and a row for each kind of op. Dark
-# fields are fp32. (`_to_copy` is a cast in the code of the GPT.) Three ops cause the differences:
+# fields are fp32. In the GPT, `_to_copy` is a cast to fp32 in the model's own code, not one by autocast.
+# Three ops cause the differences:
 #
 # - **`batch_norm`** is fp32 on MPS, and so are the ops between the norm and the next convolution. This
 #   explains the many casts in the ResNet: up before each norm, and down after it.
 # - **`lstm`** is fp32 on MPS.
-# - **`_log_softmax`** in the loss is fp16 on CUDA and MPS, and fp32 on the CPU.
+# - **`_log_softmax`** in the loss is fp16 on CUDA and MPS, and fp32 on the CPU. On MPS, autocast first casts
+#   the logits to fp32 and back.
 #
-# The next cell checks what we read from the figure.
+# The next cell checks this.
 
 # %%
 resnet = grid["ResNet-50"]
@@ -317,12 +318,12 @@ for backend in BACKENDS:
     assert in_fp32 == ("fp32", "fp32")
 
 # %% [markdown]
-# On the GPUs, `F.cross_entropy` calls `log_softmax` with `dtype=` set to the dtype of the logits. This
-# argument takes precedence over autocast's list, so the result is rounded to fp16. Then `nll_loss` casts
-# the rounded values to fp32, so the dtype of the loss hides the rounding. To avoid the rounding, call
-# **`.float()` on the logits.**
+# `F.cross_entropy` calls `log_softmax` with `dtype=` set to the dtype of the logits. This argument takes
+# precedence over autocast's list, so the result is rounded to fp16. Then `nll_loss` casts the rounded values
+# to fp32, so the dtype of the loss hides the rounding. Only the CPU's list contains cross-entropy itself,
+# so there the logits are cast first. To avoid the rounding, call **`.float()` on the logits.**
 #
-# How much does the rounding matter? We take bf16 logits, which lose more than fp16. The loss of an untrained
+# How much does the rounding matter? To see it clearly, we take bf16 logits. The loss of an untrained
 # language model is about the logarithm of its vocabulary size, here about 11. Near 11, bf16 numbers are
 # 2^-4 apart, so rounding changes the loss of a token by up to 2^-5, or 0.031. We measure the largest error
 # of a token and the error of the mean:
@@ -363,8 +364,8 @@ memory
 # are still alive at the peak. The activations take most of the memory, so almost twice the batch fits.
 #
 # Leave some room: the forecast counts only tensors, not the driver, the workspaces of cuDNN and cuBLAS, or
-# gaps between blocks. On an H100, 32 training steps of four networks [needed up to 5 % more than the
-# forecast](../data/results/README.md#an-nvidia-h100), without the workspace of cuBLAS.
+# gaps between blocks. On an H100, we tested four networks in 32 combinations of precision and batch size. A
+# step [needed up to 5 % more than forecast](../data/results/README.md#an-nvidia-h100), without workspaces.
 
 # %%
 fp32, fp16 = memory["fp32"], memory["fp16"]
@@ -423,8 +424,8 @@ assert 19.5 * count < fp32.peak < 20.5 * count
 # %% [markdown]
 # ## Your own model
 #
-# Put your model and its input shape into this cell. If the model's constructor needs real values, leave
-# out the line with `meta`.
+# Put your model and its input shape into this cell. If the model's constructor needs real values, remove
+# `with torch.device("meta"):`. If an op fails only under autocast, `mine.raised` is its error.
 
 # %%
 with torch.device("meta"):
@@ -451,9 +452,9 @@ assert amp_lab_command(command.split()) == 0
 # Two runs of one model give different numbers. Is this rounding, or a mistake? The outputs alone do not
 # show this, because the error of an output includes the errors of all ops before it.
 #
-# `first_difference` repeats each op in fp64 on the same inputs. The difference from the result of the run is
-# the error that the op *adds*. `first_difference` predicts how large this error is if it is only rounding,
-# and reports the first op that adds more. <!-- tests/difference/test_first_difference.py -->
+# `first_difference` repeats each op in fp64 on the same inputs. The difference between the run's result and
+# the fp64 result is the error that the op *adds*. `first_difference` predicts how large this error is if it
+# is only rounding, and reports the first op that adds more. <!-- tests/difference/test_first_difference.py -->
 #
 # We compare a small GPT in fp32 with itself under autocast, and then with a copy that has a mistake:
 # another epsilon in one norm.
@@ -486,8 +487,8 @@ planted
 # %% [markdown]
 # Autocast changes the logits more than the mistake does. But no op adds more error than bf16 rounding
 # explains, so `first_difference` finds nothing in the autocast run. In the copy with the mistake, it names
-# the module and the op that adds the epsilon. *Function* means that the two ops differ even without rounding:
-# in fp64, rounding explains at most the *predicted* difference.
+# the module and the op that adds the epsilon. *Function* means that the two ops compute different functions:
+# even in fp64, their results differ by more than the *predicted* rounding error.
 #
 # ## Summary
 #
@@ -603,7 +604,8 @@ exercises.check_precise_loss(precise_loss)
 #     return F.cross_entropy(logits.float(), target)
 # ```
 #
-# `F.nll_loss(F.log_softmax(logits, -1), target)` is right on CUDA too.
+# `F.nll_loss(F.log_softmax(logits, -1), target)` is right on CUDA as well: without `dtype=`, `log_softmax`
+# follows autocast's list.
 #
 # </details>
 #

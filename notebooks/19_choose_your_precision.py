@@ -38,8 +38,9 @@ device, scale = start()  # AMP_LAB_DEVICE and AMP_LAB_SCALE override the choice
 #
 # The best precision depends on the hardware, so we measure. `describe_device` times a matmul in each
 # precision and recommends one of them. It also multiplies numbers whose exact product is known, to find
-# out how the device rounds. <!-- tests/core/test_device.py --> The cell prints the recommendation and the
-# rounding. Before you run this: which precision does it recommend for your machine?
+# out how the device rounds. <!-- tests/core/test_device.py --> The cell prints the recommendation, which
+# comes from the speeds, and the rounding. Before you run this: which precision does it recommend for your
+# machine?
 
 # %% tags=["nbval-ignore-output"]
 report = describe_device(device)
@@ -63,7 +64,7 @@ assert report.values["bf16"].input_bits == 8
 #   at the result. In fp32, several ulp are usual. In fp16 and bf16, 0.5 ulp is the best possible value,
 #   and several ulp may mean that the device adds in 16 bits.
 #
-# The recommendation comes from the speeds. `amp-lab doctor` prints them too.
+# `amp-lab doctor` also prints the speeds.
 # <!-- tests/core/test_device.py -->
 #
 # ## The decision
@@ -148,18 +149,19 @@ print("T4, a model trained in bf16:", choose(turing, "infer", trained_in="bf16")
 # | GTX 16 | fp16 gives NaN in some models ([report](https://github.com/pytorch/pytorch/issues/58123), [another report](https://github.com/pytorch/pytorch/issues/77955)) | use fp32 |
 # | V100, GTX 10 | PyTorch 2.14 for CUDA 12.6 is [the last version with kernels for these GPUs](https://github.com/pytorch/pytorch/issues/190385) | install this version |
 # | V100, T4, RTX 20 | these GPUs [emulate bf16 and have no TF32](../docs/hardware.md#t4-v100-and-rtx-20) | use fp16 |
-# | RTX 30, RTX 40 | [data sheets give two peak rates for fp16](https://images.nvidia.com/aem-dam/Solutions/geforce/ada/nvidia-ada-gpu-architecture.pdf): with sums in fp16, and with sums in fp32 at half of this rate. PyTorch adds in fp32 | expect the lower rate |
+# | RTX 30, 40, 50 | data sheets ([40](https://images.nvidia.com/aem-dam/Solutions/geforce/ada/nvidia-ada-gpu-architecture.pdf), [50](https://images.nvidia.com/aem-dam/Solutions/geforce/blackwell/nvidia-rtx-blackwell-gpu-architecture.pdf)) give a high fp16 rate for sums in fp16. For sums in fp32, it is half as high. PyTorch adds in fp32 | expect the lower rate |
 # | MI210, MI250 | 16-bit matmuls treat subnormals as 0, so PyTorch [casts fp16 inputs to bf16 in backward matmuls](https://docs.pytorch.org/docs/stable/notes/numerical_accuracy.html) | use bf16 |
 # | MI300 | its FP8 is *fnuz*: the same bits stand for half the value that they have on other GPUs | see [notebook 15](15_below_16_bits.ipynb) |
 # | Arc A | `GradScaler` needs float64, which Arc A lacks ([Arc B has float64](https://github.com/pytorch/pytorch/issues/147731)) | use bf16; PyTorch calls the device `xpu` |
 # | Apple M | bf16 [needs macOS 14](https://github.com/pytorch/pytorch/issues/139386); M1 and M2 [emulate bf16](https://github.com/huggingface/transformers/pull/40458) | start with fp32 |
 # | CPUs | [fp16 can be as fast as fp32, or 60 times slower](../data/results/README.md) | use fp16 only if `amp-lab doctor` shows that fp16 is fast |
 #
-# On an RTX 30 or RTX 40, `torch.backends.cuda.matmul.allow_fp16_accumulation = True` lets PyTorch add in
-# fp16, at the higher rate. Use this setting only for inference, because sums in fp16 can overflow or lose
-# small summands ([notebook 01](01_number_formats.ipynb)).
+# On these RTX GPUs, `torch.backends.cuda.matmul.allow_fp16_accumulation = True` lets PyTorch add in fp16, at
+# the higher rate. Use this setting only for inference, because sums in fp16 can overflow or lose small
+# summands ([notebook 01](01_number_formats.ipynb)).
 #
-# Why do subnormals matter on an MI210 or MI250? We count how many gradients of an ordinary size become 0:
+# Why do subnormals matter on an MI210 or MI250? Gradients of about 1e-5 are ordinary. We count how many of
+# them become 0:
 
 # %%
 torch.manual_seed(0)
@@ -183,14 +185,14 @@ assert not (gradients.bfloat16() == 0).any()
 # which keeps 11 of the inputs' 24 bits. PyTorch has separate modes for matmuls and convolutions.
 # `torch.set_float32_matmul_precision` changes only the modes for matmuls:
 #
-# | `set_float32_matmul_precision` | matmuls on CUDA | matmuls on a CPU | convolutions on CUDA |
-# |---|---|---|---|
-# | `"highest"`, the default | fp32 | fp32 | TF32 |
-# | `"high"` | TF32 | TF32, if the CPU has TF32 | TF32 |
-# | `"medium"` | TF32 | bf16, if the CPU has bf16 | TF32 |
+# | `set_float32_matmul_precision` | matmuls on CUDA | matmuls on a CPU |
+# |---|---|---|
+# | `"highest"`, the default | fp32 | fp32 |
+# | `"high"` | TF32 | TF32, if the CPU has TF32 |
+# | `"medium"` | TF32 | bf16, if the CPU has bf16 |
 #
-# So by default, fp32 *convolutions* run in TF32. We can read the modes without a GPU (`ieee` means fp32, and
-# a CPU without TF32 also shows `tf32`):
+# By default, fp32 *convolutions* run in TF32 on CUDA. We can read the modes without a GPU. In the output,
+# `ieee` means fp32:
 
 
 # %%
@@ -207,7 +209,7 @@ for name in ("highest", "high", "medium"):
 torch.set_float32_matmul_precision(before)
 
 # %% [markdown]
-# The modes for matmuls affect only [fp32
+# A CPU without TF32 also shows `tf32`. The modes for matmuls affect only [fp32
 # tensors](https://docs.pytorch.org/docs/stable/generated/torch.set_float32_matmul_precision.html). If you
 # train in fp32 on an RTX 30, an A100 or a later GPU, usually choose `"high"`. If a GPU's result differs from
 # a CPU's in the fourth digit, check the modes first, because the 11 bits of TF32 are three to four digits.
@@ -226,8 +228,8 @@ torch.backends.cudnn.allow_tf32 = kept
 # ### Old names and new ones
 #
 # Each mode has an old setting (such as `allow_tf32`) and a new setting (`fp32_precision`). If you set the
-# new one to a value that contradicts the old one, the next read of the old one raises an error. You may not
-# read the old setting yourself, but [Lightning](https://github.com/Lightning-AI/pytorch-lightning/issues/21256)
+# new one to a value that contradicts the old one, the next read of the old one raises an error. Even if your
+# code never reads the old setting, [Lightning](https://github.com/Lightning-AI/pytorch-lightning/issues/21256)
 # and some versions of [`torch.compile`](https://github.com/pytorch/pytorch/pull/189955) do. We cause the
 # error:
 
@@ -371,10 +373,10 @@ assert set(rows["model.to(bfloat16)"]) == {"bfloat16"}
 # | Keras `bfloat16` | bf16 | bf16 | bf16 | bf16 | bf16 |
 #
 # - accelerate and Fabric wrap the model: `model, optimizer = fabric.setup(model, optimizer)`. Call the
-#   wrapped model. In the table, it returns *fp32*.
+#   wrapped model. It returns fp32, as the table shows.
 # - To get 16-bit outputs from accelerate after training, call
-#   `accelerator.unwrap_model(model, keep_fp32_wrapper=False)`. The model that this call returns no longer
-#   uses autocast, so call it inside `with accelerator.autocast():`.
+#   `accelerator.unwrap_model(model, keep_fp32_wrapper=False)`. This removes autocast too, so call the
+#   returned model inside `with accelerator.autocast():`.
 # - On a CPU, two settings do not do what their names say: Fabric's `16-mixed` computes in bf16, and
 #   accelerate's `fp16` computes in fp32. <!-- tests/notebooks/test_19_choose_your_precision.py -->
 #
@@ -392,10 +394,10 @@ assert set(rows["model.to(bfloat16)"]) == {"bfloat16"}
 #
 # | setting | what it does |
 # |---|---|
-# | DeepSpeed `"bf16": {"enabled": true}` | weights and matmuls are in bf16; ZeRO keeps an fp32 copy of the weights and the optimizer state in fp32; gradients accumulate in `grad_accum_dtype` ([settings](https://www.deepspeed.ai/docs/config-json/)) |
-# | torchtitan `mixed_precision_param`, `mixed_precision_reduce` | weights are in fp32; the first setting is the dtype of matmuls, under FSDP2 or autocast; the second setting is the dtype in which FSDP2 sums gradients ([notebook 11](11_scale_out.ipynb); [settings](https://github.com/pytorch/torchtitan/tree/main/torchtitan/config)) |
-# | torchtune `dtype: bf16` | weights, gradients and optimizer state are in bf16, as with `model.to(torch.bfloat16)` ([precision](https://docs.pytorch.org/torchtune/stable/tutorials/memory_optimizations.html)) |
-# | JAX with Flax | there is no autocast; each layer has a `dtype` for matmuls and a `param_dtype` for weights ([layers](https://flax.readthedocs.io/en/stable/api_reference/flax.nnx/nn/linear.html)) |
+# | DeepSpeed `"bf16": {"enabled": true}` | Weights and matmuls are in bf16. ZeRO keeps the optimizer state and a copy of the weights in fp32. Gradients accumulate in `grad_accum_dtype` ([settings](https://www.deepspeed.ai/docs/config-json/)) |
+# | torchtitan `mixed_precision_param`, `mixed_precision_reduce` | Weights are in fp32. The first setting is the dtype of matmuls. The second is the dtype in which FSDP2 sums gradients ([notebook 11](11_scale_out.ipynb), [settings](https://github.com/pytorch/torchtitan/tree/main/torchtitan/config)) |
+# | torchtune `dtype: bf16` | Weights, gradients and optimizer state are in bf16, as with `model.to(torch.bfloat16)` ([precision](https://docs.pytorch.org/torchtune/stable/tutorials/memory_optimizations.html)) |
+# | JAX with Flax | There is no autocast. Each layer has a `dtype` for matmuls and a `param_dtype` for weights ([layers](https://flax.readthedocs.io/en/stable/api_reference/flax.nnx/nn/linear.html)) |
 #
 # ## Summary
 #
