@@ -262,8 +262,8 @@ print(f"relative difference from FP32 in the losses of five steps: {difference:.
 assert difference > 0
 
 # %% [markdown]
-# Now we time all rungs with `compare`, as in notebook 04. Each measurement runs `config["steps"]` steps in a
-# row. Which rung do you expect to bring the largest gain?
+# Now we time all rungs with `compare`, as in notebook 04. Which rung do you expect to bring the largest
+# gain?
 
 
 # %% tags=["nbval-ignore-output"]

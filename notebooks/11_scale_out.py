@@ -72,10 +72,10 @@ assert off[torch.float32, 64] < 1e-6
 assert 1e-3 < off[torch.bfloat16, 2] < off[torch.bfloat16, 64]
 
 # %% [markdown]
-# In fp32, the average over equal parts *is* the gradient of the whole batch: only the order of the sum
-# differs. So training on several devices can give the same losses as training on one. In bf16, each
-# addition rounds again, so the error grows with the number of ranks. The new choice is the dtype in which
-# the gradients are sent.
+# In fp32, the average over equal parts equals the gradient of the whole batch up to rounding, because only
+# the order of the sum differs. So training on several devices can give the same losses as training on one.
+# In bf16, each addition rounds again, so the error grows with the number of ranks. With several devices, you
+# therefore choose one more dtype: the one in which the gradients are sent and added up.
 #
 # ## One process
 #
@@ -100,9 +100,8 @@ assert config["batch"] % counts[-1] == 0
 parameters = sum(p.numel() for p in new_model(config).parameters())
 
 # %% [markdown]
-# This is the plain loop. It trains for one epoch. (With more epochs, call `sampler.set_epoch(epoch)`
-# before each.) It returns the loss of every step, and the bytes of weights, gradients and optimizer state
-# at the end. We run it in fp32 and with bf16 autocast.
+# This is the plain loop. It trains for one epoch, in fp32 or with bf16 autocast. It returns the loss of
+# every step, and the bytes of weights, gradients and optimizer state at the end.
 
 
 # %%
@@ -136,8 +135,9 @@ for name, dtype in PRECISIONS.items():
 #
 # With n processes, each rank takes an n-th of every batch, and the ranks average their gradients.
 # `DistributedSampler` decides which samples a rank gets. It draws the same permutation as `RandomSampler`
-# does from the same seed, and rank r takes every n-th sample of this permutation. So in each step, the
-# ranks together get the batch of a single process. <!-- tests/notebooks/test_11_scale_out.py -->
+# does from the same seed. Rank r starts at sample r of this permutation and takes every n-th sample. So in
+# each step, the ranks together get the batch of a single process. Before each further epoch, call
+# `sampler.set_epoch(epoch)`, or the permutation stays the same. <!-- tests/notebooks/test_11_scale_out.py -->
 #
 # [`torchrun`](https://docs.pytorch.org/docs/stable/elastic/run.html) starts n copies of one script. Each
 # copy first joins the *process group*. The group's
@@ -218,10 +218,10 @@ def train_ddp(config, data, dtype, device, sums_in=torch.float32):
 #
 # - `param_dtype`: FSDP2 casts the weights to this dtype *before* it sends them, and the layers compute in
 #   this dtype. The shards stay fp32.
-# - `reduce_dtype`: FSDP2 sends and sums the gradients in this dtype. Always set it: in PyTorch 2.15 the
-#   default changed from `param_dtype` to the dtype of the stored weights.
-# - `output_dtype`: the dtype of the output. In the policy of the outermost module, set fp32, so that the
-#   loss is fp32. <!-- tests/tracing/test_sharding.py -->
+# - `reduce_dtype`: FSDP2 sends and sums the gradients in this dtype. Always set it, because PyTorch 2.15
+#   changed the default from `param_dtype` to the dtype of the stored weights.
+# - `output_dtype`: the dtype of the module's output. Set it to fp32 in the policy of the outermost module,
+#   so that the loss is fp32. <!-- tests/tracing/test_sharding.py -->
 #
 # Autocast chooses a dtype for each *op*. The policy chooses a dtype for each *module*, so in bf16 the
 # norms run in bf16 too. <!-- tests/tracing/test_sharding.py -->
@@ -260,10 +260,10 @@ def train_fsdp(config, data, dtype, device, sums_in=torch.float32):
 # %% [markdown]
 # ## Try six set-ups
 #
-# Each set-up names the engine (DDP or FSDP2), the dtype of the computation (of autocast, or
-# `param_dtype`), and the dtype in which gradients are summed. `try_all` trains with each of them.
-# `count_communication` records the *collectives* of a process, which are calls such as `all_reduce`. It
-# adds up the bytes that a rank sends if the ranks form a ring. <!-- tests/parallel/test_collectives.py -->
+# Each set-up names the engine (DDP or FSDP2), the dtype of autocast or `param_dtype`, and the dtype in which
+# gradients are summed. `try_all` trains with each set-up. *Collectives* are the calls by which processes
+# exchange data, such as `all_reduce`. `count_communication` records these calls, and adds up the bytes that a
+# rank sends if the ranks form a ring. <!-- tests/parallel/test_collectives.py -->
 
 
 # %%
@@ -313,10 +313,10 @@ for n in counts[1:]:
         assert difference < TOLERANCES[compute]
 
 # %% [markdown]
-# All set-ups have nearly the same losses as one process. In fp32 they are far closer than in bf16. **Keep
-# the global batch (of all ranks), and you can keep the learning rate.** If you keep the batch of each rank
-# instead, the global batch grows n times and may need a different learning rate. Batch norm differs:
-# each rank sees only its part of the batch.
+# All set-ups have nearly the same losses as one process. In fp32 they are far closer than in bf16. **If you
+# keep the global batch (of all ranks), you can keep the learning rate.** If you keep the batch of each rank
+# instead, the global batch grows n times and may need a different learning rate. A model with batch norm has
+# other losses, because each rank normalises over only its part of the batch.
 #
 # ## What does each rank send and hold?
 #
@@ -334,18 +334,18 @@ for name, found in tries[most].items():
 _ = figures.sent_bytes(bars, most)
 
 # %% [markdown]
-# Each bar shows the bytes that a rank sends in a step. Its colour is the dtype, and the word in it is the
-# collective.
+# Each bar shows the bytes that a rank sends in a step. The colour is the dtype, and the word in the bar is
+# the collective.
 #
-# - **Autocast changes nothing** in what DDP sends: the weights are fp32, so their gradients are too.
+# - **Autocast** does not change what DDP sends, because fp32 weights have fp32 gradients.
 # - A bf16 **hook** halves the bytes.
-# - FSDP2 in **fp32** sends nearly 1.5 times as much as DDP, because it gathers most layers twice.
-# - FSDP2 with **`param_dtype=bf16`** sends about as much as DDP, though a rank holds only a part of the
-#   model.
+# - FSDP2 in **fp32** sends nearly 1.5 times as much as DDP, because it gathers most layers twice: for the
+#   forward and for the backward pass.
+# - FSDP2 with **`param_dtype=bf16`** sends about as much as DDP, because it gathers half the bytes.
 # - With **`reduce_dtype=bf16`**, the bytes of the gradients halve as well.
 #
-# With four ranks, sums in bf16 do not change the losses visibly. But [at the
-# beginning](#The-idea-in-five-lines) a sum in bf16 lost more precision with more ranks. So send weights
+# With four ranks, sums in bf16 do not change the losses visibly. But [the first
+# cell](#The-idea-in-five-lines) showed that they lose more precision with more ranks. So send weights
 # in bf16, and sum gradients in fp32.
 #
 # The next cell checks these ratios.
@@ -371,8 +371,8 @@ assert fsdp_bytes == 16 / most
 # ## One decision about the loss scale
 #
 # With fp16, every rank has its own `GradScaler`, which decides whether to skip the step. If the scalers
-# decide differently, the ranks train different models from then on. To see what makes them agree, we let
-# only the last rank overflow, either in its batch or in its gradient after all communication. We do this
+# decide differently, the ranks train different models from then on. To see what makes them agree, we put an
+# infinity only on the last rank: into its batch, or into its gradient after all communication. We do this
 # with DDP and with FSDP2. Before you run this: in which of the four cases does the first rank *not* skip?
 
 
@@ -400,11 +400,11 @@ assert decided[0]["DDP", "gradient"][1] == []
 # %% [markdown]
 # Only one case goes wrong: DDP with an overflow in the gradient. With DDP, the scalers agree because the
 # *gradients* agree: the average spreads one rank's infinity to all ranks. An overflow after the average
-# stays on its rank. With FSDP2, each rank has its own shard of the gradients, so `unscale_` exchanges one
-# number among all ranks: whether a gradient has overflowed.
+# stays on its rank. With FSDP2, each rank has a different shard of the gradients. So `unscale_` tells all
+# ranks whether any gradient has overflowed.
 #
-# So a plain `GradScaler` is enough for both. `clip_grad_norm_` after `unscale_` finds the norm of the
-# whole gradient with FSDP2 as well ([PyTorch's own
+# So a plain `GradScaler` is enough for both engines. With FSDP2, `clip_grad_norm_` after `unscale_` also
+# computes the norm of the whole gradient, not of one shard ([PyTorch's
 # test](https://github.com/pytorch/pytorch/blob/main/test/distributed/_composable/fsdp/test_fully_shard_clip_grad_norm_.py)).
 #
 # If you average gradients yourself, **average them before the scaler checks them**. Otherwise the rank
@@ -420,7 +420,7 @@ assert decided[0]["DDP", "gradient"][1] == []
 #
 # You can load a sharded checkpoint in a different number of processes.
 # [`torch.distributed.checkpoint`](https://docs.pytorch.org/docs/stable/distributed.checkpoint.html)
-# writes a folder with a file from each rank. At loading, each rank asks only for the parts of its new shards:
+# writes a folder with a file from each rank. Each rank loads only the parts of its new shards:
 # `get_state_dict` returns the tensors of this rank, and `dcp.load` fills them in place. <!-- tests/notebooks/test_11_scale_out.py -->
 
 
@@ -475,10 +475,10 @@ assert abs(found[False] - found[True]) < TOLERANCES["fp32"] * found[True]
 assert abs(before - found[False]) > 0.1  # it had a different model before
 
 # %% [markdown]
-# After loading, the second launch has the loss of the saved model. With fp16, also save the scaler's
-# `state_dict()`, which is the same on all ranks, and load it on every rank. For one process,
-# [`dcp_to_torch_save`](https://docs.pytorch.org/docs/stable/distributed.checkpoint.html) turns the folder
-# into a plain file.
+# After loading, the two processes have the loss of the saved model. With fp16, also save the scaler's
+# `state_dict()`, which is the same on all ranks, and load it on every rank.
+# [`dcp_to_torch_save`](https://docs.pytorch.org/docs/stable/distributed.checkpoint.html) converts the folder
+# into a plain file for one process.
 #
 # ## Summary
 #

@@ -65,8 +65,8 @@ for dtype in (fp16, bf16):
     assert (plain != scaled).any() == (dtype is fp16)
 
 # %% [markdown]
-# In fp16 scaling changes 995 of the 1000 gradients, because scaling saves their bits from underflow. In
-# bf16 it changes none. So this advice applies only to fp16.
+# In fp16, scaling changes 995 of the 1000 gradients, because without scaling their last bits underflow. In
+# bf16, scaling changes none. So this advice applies only to fp16.
 #
 # ## The ten practices
 #
@@ -78,9 +78,9 @@ for dtype in (fp16, bf16):
 # | 2. Start with the scaler's defaults | right | each skipped step halves a scale that is too high, so the scale fits after a few steps ([03](03_grad_scaler_step_by_step.ipynb)) |
 # | 3. Watch the accuracy | right, with several seeds | two fp32 runs from different seeds differ too, so one run in each precision shows little ([04](04_fp32_vs_amp.ipynb)) |
 # | 4. Only the forward pass in autocast | right | see [below](#Only-the-forward-pass-in-autocast) |
-# | 5. No casts by hand | right | autocast knows most ops that need fp32 ([an exception](09_xray_your_model.ipynb#The-surprise-in-cross-entropy)); a `.half()` overrides autocast ([02](02_autocast_dtypes.ipynb)) |
+# | 5. No casts by hand | right | autocast runs most ops that need fp32 in fp32 ([an exception](09_xray_your_model.ipynb#The-surprise-in-cross-entropy)), but it cannot undo the rounding of a `.half()` ([02](02_autocast_dtypes.ipynb)) |
 # | 6. Always use the scaler | only for fp16 | bf16 has the range of fp32, so small gradients do not underflow ([01](01_number_formats.ipynb)) |
-# | 7. Tune the initial scale and the growth interval | rarely needed | a scale that is too high is halved at once; a short interval only skips more steps ([03](03_grad_scaler_step_by_step.ipynb)) |
+# | 7. Tune the initial scale and the growth interval | rarely needed | the scaler soon halves a scale that is too high; with a short interval, the scale overflows more often, so more steps are skipped ([03](03_grad_scaler_step_by_step.ipynb)) |
 # | 8. Stay current with PyTorch | right | old names raise a warning and may be removed; `python -W error::FutureWarning` makes your tests fail on them ([13](13_from_apex.ipynb)) |
 # | 9. Try larger batches | right for memory | AMP makes activations about half as large, so nearly twice the batch fits if activations take most of the memory ([09](09_xray_your_model.ipynb)); measure whether it is faster ([10](10_speed_ladder.ipynb)) |
 # | 10. Profile before and after | right | see [below](#Profile-before-and-after) |
@@ -161,13 +161,14 @@ assert exact.dtype is blurred.dtype is fp32
 # instead of 3. Nothing warns you, because the gradients are fp32 tensors in both cases.
 #
 # **Verdict: right.** An autocast block around the whole loop is even worse, because the next forward pass
-# uses old weights from autocast's cache ([notebook 08](08_when_amp_breaks.ipynb)).
+# uses the old 16-bit weights in autocast's cache ([notebook 08](08_when_amp_breaks.ipynb)).
 #
 # ## Profile before and after
 #
 # A profile shows in which dtype each op runs. We profile a training step of three convolutions in fp32
-# and in low precision. With `record_shapes=True` the trace, a JSON file, contains the dtype of each
-# input tensor of an op. For a list of tensors, such as the input of `cat`, it contains no dtype.
+# and in low precision. The profiler writes a trace, which is a JSON file. With `record_shapes=True`, the trace
+# contains the dtype of each input tensor of an op, but no dtype for a list of tensors, such as the input of
+# `cat`.
 # <!-- tests/notebooks/test_14_ten_practices.py -->
 
 # %%
@@ -254,13 +255,13 @@ for precision, (found, events) in profiles.items():
 # time. The backward pass of the convolutions comes first in both profiles, and takes less time in bf16. A
 # profiler slows the step down, so use `amp_lab.compare` to measure the speed-up.
 #
-# **Verdict: right.** If an op stays in fp32, or casts are at the top, you know where to look.
+# **Verdict: right.** A profile shows which ops stay in fp32, and whether the casts take much time.
 #
 # ## Summary
 #
 # - Eight of the ten practices are right. You need the scaler only for fp16, and its settings rarely need
 #   a change.
-# - End the autocast block before `backward`. You get no warning if you do not.
+# - End the autocast block before `backward`. If you do not, PyTorch does not warn you.
 # - A profile with `record_shapes=True` shows the dtype of each op and the casts.
 #
 # ## Exercises
