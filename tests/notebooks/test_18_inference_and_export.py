@@ -118,6 +118,15 @@ def test_an_exported_program_takes_any_batch():
         assert program.module()(torch.zeros(batch, 8)).shape == (batch, 8)
 
 
+def test_a_program_exported_with_one_image_takes_only_one():
+    layer = nn.Linear(8, 8)
+    any_batch = ({0: torch.export.Dim.AUTO},)
+    program = torch.export.export(layer, (torch.zeros(1, 8),), dynamic_shapes=any_batch)
+    assert program.module()(torch.zeros(1, 8)).shape == (1, 8)
+    with pytest.raises((AssertionError, RuntimeError)):
+        program.module()(torch.zeros(2, 8))
+
+
 def test_autocast_inside_a_model_is_exported_as_a_region_that_becomes_casts():
     """AMP0099."""
     program = torch.export.export(CastsItself(8, 8), (torch.zeros(2, 8),))

@@ -357,7 +357,7 @@ def _loss_of_output(output: Any, text: str) -> Any:
     if hasattr(output, "is_meta"):  # the type may be one that stands for a tensor in a trace
         kind = "Tensor"
     has = f"the model returns a {kind}, which has no {name!r}"
-    raise OptionError(f"--loss {text}: {has}; many models return a loss only if you give labels")
+    raise OptionError(f"--loss {text}: {has}; if it returns a loss only with labels, give them too")
 
 
 def _require_inputs(call: "ModelCall") -> None:
