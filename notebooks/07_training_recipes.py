@@ -317,9 +317,9 @@ problem.check_same(recipes.schedule_plain, schedule_amp)
 
 # %% [markdown]
 # **Without this check** skipped steps use up the schedule. As a rule of thumb, a few lost steps of ten
-# thousand do not matter. In a short warm-up they matter, because the scaler still searches for its scale.
-# PyTorch does not tell you. Only if the very first step was skipped and the optimizer is not fused, PyTorch
-# warns that `lr_scheduler.step()` was called before `optimizer.step()`. <!-- tests/notebooks/test_07_training_recipes.py -->
+# thousand do not matter. In a short warm-up they do, because the scaler may skip several of the first steps
+# to find its scale. PyTorch warns in one case only: the very first step was skipped, and the optimizer is not
+# fused. The warning says that you called `lr_scheduler.step()` before `optimizer.step()`. <!-- tests/notebooks/test_07_training_recipes.py -->
 #
 # ## Checkpoint activations
 #
@@ -341,7 +341,7 @@ class Checkpointed(nn.Module):
 
 
 # %% [markdown]
-# AMP needs no change here. The second run happens outside of the autocast block, but `checkpoint` has
+# AMP needs no change. The second run happens outside of the autocast block, but `checkpoint` has
 # recorded the state of autocast and restores it. In fp16, checkpointing changes no bit of the
 # weights: <!-- tests/notebooks/test_07_training_recipes.py -->
 
@@ -351,13 +351,14 @@ recomputed = problem.change(train_amp, torch.float16, make_model=Checkpointed)
 assert torch.equal(recomputed, problem.change(train_amp, torch.float16))
 
 # %% [markdown]
-# In torch 2.15, selective checkpointing (`context_fn`) is an exception. Autocast keeps the 16-bit copy of a
-# weight until its block ends. If a part uses a copy that another part made, backward raises `… not found in
-# storage`. To avoid this, give autocast `cache_enabled=False`. <!-- tests/notebooks/test_07_training_recipes.py -->
+# AMP needs a change in one case (torch 2.15): two checkpointed parts share a weight, and a `context_fn`
+# selects which results each part saves. The second part then uses the 16-bit copy of the weight that
+# autocast made for the first, and backward raises `… not found in storage`. To avoid this, give autocast
+# `cache_enabled=False`. <!-- tests/notebooks/test_07_training_recipes.py -->
 #
 # **Without `use_reentrant=False`** you get the older kind of checkpoint, with a warning that asks you to
-# choose. The older kind cuts the graph if no *input* requires a gradient, as with a batch of data. The
-# parameters inside then get no gradient. If your optimizer has other parameters too, you see no error,
+# choose. If the checkpoint's input needs no gradient, such as a batch of data, the older kind cuts the graph
+# there. The parameters inside then get no gradient. If your optimizer has other parameters too, you see no error,
 # but the checkpointed part never learns. <!-- tests/notebooks/test_07_training_recipes.py --> If the
 # optimizer has no other parameters, the scaler raises an error:
 
@@ -409,19 +410,20 @@ print(f"the second step is {ratio:.1f} times as long as it should be")
 assert math.isclose(ratio, 2, rel_tol=1e-3)
 
 # %% [markdown]
-# The gradients of the second optimizer were multiplied by 65,536, but divided by 32,768. Even with a late
-# `update`, the second optimizer steps although the first one skips its step. If that harms your training,
-# use one optimizer with two parameter groups, which steps as a whole or not at all.
+# The gradients of the second optimizer were multiplied by 65,536, but divided by 32,768.
+#
+# With `update` at the end, the second optimizer still steps when the first one skips its step. If that harms
+# your training, use one optimizer with two parameter groups.
 # <!-- tests/notebooks/test_07_training_recipes.py -->
 #
 # ## Load half precision weights
 #
 # `load_state_dict` copies values *into* the parameters, which stay fp32. So a file of fp16 weights needs
 # no change. But `assign=True` with fp16 weights, or `.half()` on the model, makes the parameters fp16,
-# and the scaler refuses to unscale their gradients. With bf16 parameters, an enabled scaler raises [an
-# error on CUDA](https://github.com/pytorch/pytorch/issues/127176). Otherwise you get no error, but small
-# updates are rounded away. If the parameters are fp16 or bf16, call `model.float()` before you create the
-# optimizer. <!-- tests/notebooks/test_07_training_recipes.py -->
+# and the scaler refuses to unscale their gradients. For bf16 parameters, the scaler raises [an
+# error](https://github.com/pytorch/pytorch/issues/127176) only if it is enabled and on CUDA. If there is no
+# error, small updates are rounded away. If the parameters are fp16 or bf16, call `model.float()` before you
+# create the optimizer. <!-- tests/notebooks/test_07_training_recipes.py -->
 
 # %%
 half_weights = {name: tensor.half() for name, tensor in new_model().state_dict().items()}
@@ -446,16 +448,16 @@ assert message == "ValueError: Attempting to unscale FP16 gradients."
 #   every call, also in evaluation, or PyTorch compiles the model again ([notebook
 #   18](18_inference_and_export.ipynb#What-torch.compile-changes)). [Notebook
 #   10](10_speed_ladder.ipynb) measures the speed-up.
-# - **Evaluate during training.** Use a separate autocast block for evaluation. The block of the
-#   training step keeps 16-bit copies of the weights, and after the optimizer step these copies are old.
-# - **Freeze layers.** You may store a frozen layer in the dtype of autocast:
+# - **Evaluate during training.** Do not evaluate inside the autocast block of a training step. It keeps
+#   16-bit copies of the weights, which are old after the optimizer step. Use a separate block.
+# - **Freeze layers.** You may store a frozen layer in the dtype of autocast, here fp16:
 #   `layer.requires_grad_(False)` and `layer.to(torch.float16)`. This halves its memory. The output of a
 #   linear layer or a convolution stays the same, because autocast would cast the weight anyway.
 # - **Write an autograd function.** Decorate `forward` with `torch.amp.custom_fwd` and `backward` with
 #   `torch.amp.custom_bwd` ([notebook 02](02_autocast_dtypes.ipynb)).
 # - **Choose the optimizer.** AMP works with optimizers such as SGD and Adam. Always call
-#   `scaler.step(optimizer)`. With `optimizer.step()`, Adam seems to train until the first overflow makes
-#   the weights NaN.
+#   `scaler.step(optimizer)`. With `optimizer.step()`, Adam seems to train, because its step hardly depends
+#   on the scale of the gradients. Then the first overflow makes the weights NaN.
 # - **Resume a run.** Save the scaler's state too ([notebook 05](05_cifar10_mobilenet.ipynb)).
 #
 # ## Summary
@@ -466,12 +468,12 @@ assert message == "ValueError: Attempting to unscale FP16 gradients."
 # | recipe | what AMP adds | what goes wrong without it |
 # |---|---|---|
 # | [Clip](#Clip-gradients) | `scaler.unscale_(optimizer)` before clipping | SGD nearly stands still |
-# | [Accumulate](#Accumulate-gradients) | `scale` per batch; `step` and `update` per group | gradients are divided by the scale again |
+# | [Accumulate](#Accumulate-gradients) | `scale` per batch; `unscale_`, `step` and `update` per group | the weights hardly move |
 # | [Penalise](#Penalise-gradients) | scale the inner loss, divide its gradients by `get_scale()` | the penalty is 2^32 times too large |
 # | [Schedule](#Schedule-the-learning-rate) | `scheduler.step()` only if the scale did not fall | skipped steps use up the schedule |
 # | [Checkpoint](#Checkpoint-activations) | nothing, but use `use_reentrant=False` | parameters get no gradient |
 # | [Several](#Use-several-losses-and-optimizers) | one scaler, one `update` at the end | a step is twice as long as it should be |
-# | [Load](#Load-half-precision-weights) | `model.float()` if parameters are fp16 or bf16 | an error (fp16, and bf16 on CUDA), or small updates vanish (bf16) |
+# | [Load](#Load-half-precision-weights) | `model.float()` if parameters are fp16 or bf16 | fp16: an error; bf16: small updates vanish |
 #
 # If your training still breaks, continue with [notebook 08](08_when_amp_breaks.ipynb), which starts from
 # the error message.
