@@ -93,7 +93,7 @@ for name, dtype in FORMATS.items():
 # TF32 is not a storage format but a faster way to multiply fp32 matrices. Some GPUs ([NVIDIA's since
 # Ampere](https://docs.pytorch.org/docs/stable/notes/cuda.html#tensorfloat-32-tf32-on-ampere-and-later-devices),
 # for example) may read each fp32 input as if its mantissa had only 10 bits. Some kernels round the other
-# 13 bits, and others, such as [Triton's](https://github.com/triton-lang/triton/issues/4574), cut them off.
+# 13 bits away, and others, such as [Triton's](https://github.com/triton-lang/triton/issues/4574), cut them off.
 # `to_tf32` imitates the rounding.
 
 # %%
@@ -119,7 +119,7 @@ assert torch.tensor(1e30).half() == math.inf
 # they have fewer significant bits.
 #
 # In the table, the normal range goes from the smallest normal number to the largest number. The last
-# column converts the bits of the mantissa, together with the 1 before it, to decimal digits.
+# column says how many decimal digits the mantissa is worth, with the 1 before it.
 
 # %%
 print(f"{'format':<10}{'smallest':<10}{'normal range':<24}{'eps':<7}digits")
@@ -146,13 +146,13 @@ pictured = {name: spacing_by_magnitude(name) for name in LIMITS}
 _ = figures.range_and_spacing(pictured)
 
 # %% [markdown]
-# In the upper half, each bar shows the range of a format in powers of two. The bars of fp32, tf32 and bf16
-# are more than 250 powers of two long. The bars of fp16 and fp8 are short, and a quarter of fp16's bar is
-# subnormal (hatched).
+# In the upper half, each bar shows the range of a format. The bars of fp32, tf32 and bf16 are more than 250
+# powers of two long. The bars of fp16 and fp8 are short, and a quarter of fp16's bar is subnormal (hatched).
 #
-# In the lower half, each line is flat where its numbers are normal: **the spacing grows with the number,
-# so the relative spacing stays about the same**, between eps/2 and eps. Where numbers become subnormal,
-# the line rises. It ends at 2^0, at the smallest positive number, because the next number is twice as large.
+# The lower half shows the relative spacing at each power of two. Each line is flat at eps where its numbers
+# are normal, because **the spacing grows with the number**. (Between powers of two, the relative spacing falls
+# to eps/2.) Below the normal numbers, the line rises. It ends at 2^0, at the smallest positive number, because
+# the next number is twice as large.
 # <!-- tests/notebooks/test_01_number_formats.py -->
 #
 # With 16 bits you have to choose: fp16 is finer (its dotted line lies on that of tf32), and bf16 is wider.
@@ -180,12 +180,12 @@ assert big + (one + one) == 2050
 
 # %% [markdown]
 # 2049 was rounded down to 2048 and 2051 up to 2052. The error of one rounding is at most half the spacing.
-# For a normal number, this is eps/2 of the number: about 0.4 % in bf16 and 0.05 % in
+# For a normal number, this is at most eps/2 of the number: about 0.4 % in bf16 and 0.05 % in
 # fp16. <!-- tests/notebooks/test_01_number_formats.py -->
 #
-# The last line shows that the order of additions can matter, because each sum is rounded. This is one
-# reason why [two devices](https://docs.pytorch.org/docs/stable/notes/numerical_accuracy.html) may differ
-# in the last digits. So compare floating-point results with a tolerance.
+# The last line shows that the order of additions can matter, because each sum is rounded. So [two
+# devices](https://docs.pytorch.org/docs/stable/notes/numerical_accuracy.html) may differ in the last digits,
+# and you should compare floating-point results with a tolerance.
 #
 # ## Overflow
 #
@@ -209,8 +209,8 @@ assert ((inf * 0) + 1).isnan()
 # middle. The last bit of 65504 is 1, so this tie goes up, to infinity. bf16 does not overflow here, but it
 # rounds the first three numbers to 65536.
 #
-# Infinity minus infinity and infinity times zero are NaN (*not a number*). NaN usually spreads to every
-# result that is computed from it.
+# Infinity minus infinity and infinity times zero are NaN (*not a number*), but 1 divided by infinity is 0.
+# NaN usually spreads to every result that is computed from it.
 #
 # Of the two fp8 formats, E5M2 has infinities, but E4M3 [has none](https://arxiv.org/abs/2209.05433):
 # depending on the version of PyTorch, [a number that is too
@@ -235,8 +235,8 @@ assert torch.tensor(2.0**-25).half() == 0  # a tie between 0 and 2^-24, and zero
 
 # %% [markdown]
 # Down to 2^-14 the error is about 0.01 %, less than fp16's eps/2 (0.05 %). Below 2^-14 the number is
-# subnormal and loses a bit with each power of two. At 2^-24 a single bit is left, and 1.7 x 2^-26 becomes
-# zero. Some matrix units, such as those of AMD's MI200, [flush subnormal fp16 and bf16 numbers to
+# subnormal and loses a bit with each power of two. At 2^-24 a single bit is left, so 1.7 x 2^-24 is rounded
+# to 2^-23, and 1.7 x 2^-26 becomes zero. Some matrix units, such as those of AMD's MI200, [flush subnormal fp16 and bf16 numbers to
 # zero](https://docs.pytorch.org/docs/stable/notes/numerical_accuracy.html#reduced-precision-fp16-and-bf16-gemms-and-convolutions-on-amd-instinct-mi200-devices).
 #
 # ## Swamping
@@ -294,9 +294,8 @@ assert 100 <= len(set(copies)) <= 104  # from 1 to 1.1 in steps of 2^-10 there a
 
 # %% [markdown]
 # Now the weight keeps all thousand updates. The copy stays the same for about ten steps and then moves by
-# one spacing. Autocast [works in this way](02_autocast_dtypes.ipynb#The-idea-in-five-lines): the
-# parameters of the model stay in fp32, and autocast casts them for the ops that run in 16 bits. The price
-# is that the weights still take the memory of fp32.
+# one spacing. Autocast [works in this way](02_autocast_dtypes.ipynb#The-idea-in-five-lines): it casts the
+# fp32 parameters for the ops that run in 16 bits. But the weights still take the memory of fp32.
 #
 # ### 2. Loss scaling, against underflow
 #
@@ -322,11 +321,11 @@ assert unscaled == 0
 assert abs(scaled / expected - 1) < fp16.eps  # fp16 rounds once, by eps/2 at most; fp32 little
 
 # %% [markdown]
-# Without a scale the gradient becomes zero. With a scale of 2^16 it arrives with the precision of fp16.
-# Loss scaling works because backpropagation is linear: if we multiply the loss by 2^16, every gradient is
-# 2^16 times as large on its way through fp16. Afterwards we divide by 2^16 in fp32. Multiplying and
-# dividing by a power of two changes only the exponent, so it rounds nothing, unless a scaled gradient
-# overflows. [Notebook 03](03_grad_scaler_step_by_step.ipynb) shows how to find a good scale.
+# Without a scale the gradient becomes zero. With a scale of 2^16 it arrives with the precision of fp16: the
+# steps in fp32 add almost no error.
+# Loss scaling works because backpropagation is linear. If we multiply the loss by 2^16, every gradient is
+# 2^16 times as large on its way through fp16. Afterwards we divide by 2^16 in fp32. A factor of a power of
+# two changes only the exponent, so it rounds nothing, unless a scaled gradient overflows. [Notebook 03](03_grad_scaler_step_by_step.ipynb) shows how to find a good scale.
 #
 # ### 3. Sums in fp32, against swamping in matmuls
 #
@@ -350,7 +349,7 @@ assert not torch.backends.cuda.matmul.allow_fp16_accumulation
 
 # %% [markdown]
 # The sum in fp16 ends much too low: the larger the sum gets, the more products it swamps. PyTorch's fp16
-# matmul does not have this problem. It reads 16-bit inputs, adds up in fp32, and rounds once at the end.
+# matmul avoids this. It reads 16-bit inputs, adds up in fp32, and rounds once at the end.
 # [GPUs usually work in the same way](https://docs.pytorch.org/docs/stable/notes/numerical_accuracy.html),
 # unless you switch on [`allow_fp16_accumulation`](https://docs.pytorch.org/docs/stable/notes/cuda.html).
 #
@@ -375,8 +374,9 @@ assert of_logits < -24  # smaller than the smallest number of fp16
 
 # %% [markdown]
 # The gradients are so small for two reasons. First, the mean over 1024 examples divides them by 2^10, in
-# the untrained network too. Second, as the network becomes confident, the probabilities of the wrong
-# classes fall towards zero, and so do the gradients. So a loss scale has to be adjusted during training.
+# the untrained network too (about 2^-13). Second, as the network becomes confident, the probabilities of the
+# wrong classes fall towards zero, and so do the gradients (about 2^-30). So a loss scale has to be adjusted
+# during training.
 # <!-- tests/notebooks/test_01_number_formats.py -->
 #
 # ReLU makes many gradients exactly zero. We leave these out, multiply the other gradients by a loss scale,
@@ -401,12 +401,12 @@ assert torch.amp.GradScaler("cpu").get_scale() == 2**16
 _ = figures.gradients_against_fp16(gradients.abs().log2(), scales=(1, 2**16))
 
 # %% [markdown]
-# Each histogram shows log2 of the scaled gradients. The background shows what fp16 makes of them. From
-# left to right, they become zero (grey), subnormal (light grey), normal (white) and infinite (grey).
+# Each histogram shows log2 of the scaled gradients. The background shows what they become in fp16, from
+# left to right: zero (grey), subnormal (light grey), normal (white) and infinite (grey).
 #
 # - **Scale 1, or 2^0 (above):** nearly all gradients lie in the two grey areas on the left, and more than
 #   a third become zero.
-# - **Scale 2^16 (below):** all gradients move 16 places to the right, and nothing else changes. Fewer than
+# - **Scale 2^16 (below):** all gradients move 16 units to the right, and nothing else changes. Fewer than
 #   2 % become zero. `torch.amp.GradScaler` starts with this scale.
 #
 # In bf16 none of these gradients becomes zero, so bf16 needs no scaler here.

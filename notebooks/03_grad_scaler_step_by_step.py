@@ -84,8 +84,7 @@ def show(stage, layer):
 
 
 # %% [markdown]
-# `check` asserts that parameters and gradients have the values that we expect, to four decimals. We begin
-# with the values before training.
+# `check` asserts the values in our text, to four decimals. We begin with the values before training.
 
 
 # %%
@@ -171,8 +170,8 @@ assert layer.weight.grad.dtype is torch.float32
 # converted them to fp32, the dtype of their parameters.
 #
 # `unscale_` divides the gradients by the scale, in place, and records whether any of them is infinite or
-# NaN. Call `unscale_` if your loop clips or logs gradients, because without this call they are 4096 times
-# too large. A loop that does neither can leave the call out: `step` then unscales the gradients itself.
+# NaN. Call `unscale_` before you clip or log gradients, because they are still 4096 times too large. A loop
+# that does neither can leave out the call. `step` then unscales the gradients itself.
 
 # %%
 scaler.unscale_(optimizer)  # AMP: optional
@@ -198,8 +197,8 @@ check(layer, -0.7756, -2.9002, [-0.0591, 1.0])
 
 # %% [markdown]
 # `update` comes last in the iteration, after you have called `scaler.step` for every optimizer. It adjusts
-# the scale for the next iteration. It also clears the scaler's notes about this iteration, such as the note
-# that the gradients are already unscaled.
+# the scale for the next iteration. It also clears what the scaler recorded about this iteration, such as
+# the fact that the gradients are already unscaled.
 
 # %%
 scaler.update()  # AMP
@@ -211,9 +210,9 @@ assert (scaler.get_scale(), good_steps) == (4096, 1)
 # %% [markdown]
 # No gradient overflowed, so `update` counted a *good* step and left the scale at 4096.
 #
-# Call the methods in this order: `step` once for each optimizer, and `update` once per iteration. If you
-# call `unscale_`, call it only once before `step`. A second `unscale_` would divide the gradients by 4096
-# again, so the scaler raises an error if there was no `update` in between. The next cell shows this error.
+# Call the methods in this order: `step` once for each optimizer, then `update` once per iteration. Call
+# `unscale_` at most once for each optimizer, between `backward` and `step`. A second `unscale_` would divide
+# the gradients by 4096 again, so it raises an error until you call `update`. The next cell shows this error.
 # [Notebook 08](08_when_amp_breaks.ipynb) shows other mistakes.
 
 # %%
@@ -229,10 +228,10 @@ assert "unscale_() has already been called" in message
 # %% [markdown]
 # ## An overflow: the step is skipped, the scale halves
 #
-# The largest fp16 number is 65504. In our network the loss is an fp16 tensor. The derivative of the scaled
-# loss with respect to the loss is the scale itself, so the backward pass begins with this number in fp16. A
-# scale of 131072 (2^17) does not fit into fp16, so the first gradient is already infinite.
-# `train_step` contains all lines of the step above and prints the result.
+# The largest fp16 number is 65504. In our network the output serves as the loss, and it is an fp16 tensor.
+# The backward pass first computes the gradient of this tensor. The gradient is in fp16 too, and its value
+# is the scale. A scale of 131072 (2^17) does not fit into fp16, so this gradient is infinite. `train_step`
+# contains the lines of the step above, without `unscale_`, and prints the result.
 
 
 # %%
@@ -262,7 +261,7 @@ assert scaler.get_scale() == 2.0**15
 check(layer, -0.7756, -2.9002)
 
 # %% [markdown]
-# The scaler skipped two steps, because 2^17 and 2^16 are both above 65504 and made the gradients
+# The scaler skipped two steps, because 2^17 and 2^16 are too large for fp16 and made the gradients
 # infinite. In a skipped step the parameters do not change and the scale halves. At 2^15 the gradients
 # are finite, so training continues. **A skipped step is not an error. Skipping is how the scaler finds
 # its scale.** As a rule of thumb, a few skipped steps at the start and one now and then are normal. If
@@ -290,7 +289,7 @@ assert torch.amp.GradScaler(device.type).get_growth_interval() == 2000
 #
 # ## The scale over a whole training run
 #
-# With both rules, the scale climbs until a gradient overflows, falls by half and climbs again. To plot
+# With both rules, the scale climbs until a gradient overflows, then halves and climbs again. To plot
 # this, we fit a linear layer to noisy data, with a growth interval of 10. This time the loss is
 # `mse_loss`, which autocast runs in fp32. So the scale may exceed 65504: only the gradients of fp16
 # tensors have to fit into fp16.
@@ -331,9 +330,10 @@ assert max(scales) > 65504
 # %% [markdown]
 # The scale doubles every ten steps until a gradient overflows. Each cross marks an overflow: the step is
 # skipped and the scale halves. The crosses are at different heights, because every batch has a different
-# largest gradient. The loss still ends at the level of the noise. By default the scale doubles only after
-# 2000 good steps. A scale that stays in the same range halves as often as it doubles, so at most about one
-# step in 2000 is skipped.
+# largest gradient. The loss still ends at the level of the noise.
+#
+# By default each doubling needs 2000 good steps. A scale that stays in the same range halves only as often
+# as it doubles. So there are at least about 2000 good steps for each skipped one.
 #
 # ## What a scaler costs
 #
@@ -379,8 +379,8 @@ class HandScaler:
 
 
 # %% [markdown]
-# We compare `HandScaler` with `GradScaler` for 500 steps of Adam on two copies of a network. In about
-# one step in ten, chosen at random, we multiply the loss by infinity, so both must skip the step.
+# We compare `HandScaler` with `GradScaler` for 500 steps of Adam on two copies of a network. To imitate an
+# overflow, we multiply the loss by infinity in about one step in ten. Both scalers must skip these steps.
 
 
 # %%
@@ -419,8 +419,8 @@ print(f"scale between {min(values):g} and {max(values):g}")
 assert 30 < falls < 70  # one in ten of 500, give or take three standard deviations
 
 # %% [markdown]
-# All 500 steps are equal. The many skipped steps push the scale far down, although nothing here is in
-# fp16. A scaler only checks for inf and NaN, wherever they come from.
+# All 500 steps are equal. The many skipped steps push the scale down to 0.03, although nothing here is in
+# fp16: a scaler only checks for inf and NaN, wherever they come from.
 #
 # ## When there is nothing to scale
 #
