@@ -64,7 +64,8 @@ for name, operations, numbers in (
 # ## The settings
 #
 # The plain step runs in FP32. All other steps use the 16-bit precision that `amp-lab doctor` recommends
-# for this device. If `doctor` recommends none, they use bf16.
+# for this device, or bf16 if it recommends none. In `config`, `steps` is the number of steps that one
+# measurement runs in a row.
 #
 # On a Linux CPU, we also call `keep_memory()`. Without this call, the C library returns the memory of large
 # freed tensors [to the operating system](https://man7.org/linux/man-pages/man3/mallopt.3.html), and getting
@@ -107,9 +108,9 @@ assert not limits.trusted or limits.memory_bytes_per_s > 1e8  # a disk is faster
 #
 # ## The work: what must a step do?
 #
-# We count the FLOPs of one step. The network is the one of notebook 04. Its four convolutions are 1x1. For
-# every pixel, such a convolution multiplies a vector by a matrix of weights. This takes 2 FLOPs for each
-# weight: one multiplication and one addition.
+# We count the FLOPs of one step. The network of notebook 04 has four 1x1 convolutions. For every pixel, such
+# a convolution multiplies a vector by a matrix of weights. This takes 2 FLOPs for each weight: one
+# multiplication and one addition.
 #
 # The backward pass of a convolution has two such matmuls, for the gradient of the weights and for the
 # gradient of the input. Only the first convolution needs no gradient of its input.
@@ -192,7 +193,7 @@ assert losses["plain"][-1] < losses["plain"][0]  # it learns
 
 # %% [markdown]
 # **Rung 1: AMP.** We run the forward pass under autocast and, in fp16, use a gradient scaler. Each later
-# rung keeps the changes before it: it calls `amp_step` too, with another model or optimizer.
+# rung keeps the earlier changes: it also calls `amp_step`, with another model or optimizer.
 
 
 # %%
@@ -312,9 +313,9 @@ _ = figures.speed_ladder({f"ConvModel, {config['size']}x{config['size']} pixels"
 #
 # ## Explain: count the bytes too
 #
-# The steps take longer than the limit, because the limit counts only matmuls. Normalisation, ReLU and their gradients
-# compute very little, but each of them reads and writes all pixels. `count_step` adds up the FLOPs of a
-# step, and the bytes that its ops read and write. <!-- tests/bench/test_limits.py -->
+# The steps take longer than the limit, because the limit counts only matmuls. Normalisation, ReLU and their
+# gradients compute very little, but each of them reads and writes all pixels. `count_step` adds up the FLOPs
+# of a step, and the bytes that its ops read and write. <!-- tests/bench/test_limits.py -->
 
 # %% tags=["nbval-ignore-output"]
 steps = {"plain": plain_step(inputs, target), "AMP": amp_step(*new_model(), inputs, target)}
@@ -473,7 +474,6 @@ advice
 # - AMP gains nothing without matmuls. AMP makes a step slower if the step has many small ops, or if the
 #   hardware emulates the precision.
 # - On a Linux CPU, call `keep_memory` before you compare precisions.
-# - `advise` tries these changes on your own model.
 #
 # Next, [notebook 11](11_scale_out.ipynb) takes training to several devices.
 #
@@ -627,5 +627,3 @@ exercises.check_pays_from(pays_from)
 #   He: compute, memory and overhead.
 # - [PyTorch's performance tuning
 #   guide](https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html): more rungs.
-# - [Channels last memory
-#   format](https://docs.pytorch.org/tutorials/intermediate/memory_format_tutorial.html).

@@ -261,9 +261,9 @@ def train_fsdp(config, data, dtype, device, sums_in=torch.float32):
 # ## Try six set-ups
 #
 # Each set-up names the engine (DDP or FSDP2), the dtype of autocast or `param_dtype`, and the dtype in which
-# gradients are summed. `try_all` trains with each set-up. *Collectives* are the calls by which processes
-# exchange data, such as `all_reduce`. `count_communication` records these calls, and adds up the bytes that a
-# rank sends if the ranks form a ring. <!-- tests/parallel/test_collectives.py -->
+# gradients are summed. `try_all` trains with each set-up. Ranks exchange data through calls such as
+# `all_reduce`, which are called *collectives*. `count_communication` records these calls, and adds up the
+# bytes that a rank sends if the ranks form a ring. <!-- tests/parallel/test_collectives.py -->
 
 
 # %%
@@ -642,8 +642,6 @@ exercises.check_loss_of_all(loss_of_all)
 #   hooks](https://docs.pytorch.org/docs/stable/ddp_comm_hooks.html).
 # - PyTorch, [`fully_shard`](https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html):
 #   FSDP2 and `MixedPrecisionPolicy`.
-# - PyTorch, [Distributed Checkpoint](https://docs.pytorch.org/docs/stable/distributed.checkpoint.html)
-#   and [torchrun](https://docs.pytorch.org/docs/stable/elastic/run.html).
 # - S. Rajbhandari et al., [ZeRO: memory optimizations toward training trillion parameter
 #   models](https://arxiv.org/abs/1910.02054), 2019: dividing weights, gradients and optimizer state.
 # - P. Patarasuk and X. Yuan, [Bandwidth optimal all-reduce

@@ -411,7 +411,6 @@ exercises.check_verdict(verdict)
 #   recipe](https://docs.pytorch.org/tutorials/recipes/recipes/amp_recipe.html): a loop that follows most
 #   of these practices, with advice for when things go wrong.
 # - PyTorch, [Performance tuning
-#   guide](https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html): more practices for
-#   speed. AMP is one of them.
+#   guide](https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html): more practices.
 # - PyTorch, [`torch.profiler`](https://docs.pytorch.org/docs/stable/profiler.html): how to read the
 #   profile of practice 10.

@@ -53,9 +53,9 @@ print("from the layer", query.dtype, " after the rotation", rotated.dtype)
 assert (query.dtype, rotated.dtype) == (torch.bfloat16, torch.float32)
 
 # %% [markdown]
-# If you add or multiply a bf16 tensor and an fp32 tensor, the result is in fp32. It takes twice the memory
-# of a bf16 tensor. It stays in fp32 until autocast casts it down for the next matmul. The extra precision
-# is often useful, but you should know where fp32 appears.
+# If you add or multiply a bf16 tensor and an fp32 tensor, the result is in fp32 until autocast casts it down
+# for the next matmul. An fp32 tensor takes twice the memory of a bf16 tensor. The extra precision is often
+# useful, but you should know where fp32 appears.
 #
 # ## A small GPT
 #
@@ -70,7 +70,7 @@ assert (query.dtype, rotated.dtype) == (torch.bfloat16, torch.float32)
 # - The embedding and the last layer share one weight matrix (tied weights).
 #
 # The text is the source of the module `argparse`, with one token per character. `lm.split` keeps the last
-# tenth for testing. (The helpers are in [language_model.py](course/language_model.py).) <!-- code -->
+# tenth for testing ([its source](course/language_model.py)). <!-- code -->
 
 # %%
 text = inspect.getsource(argparse)
@@ -193,9 +193,9 @@ print(f"two seeds in fp32 differ by up to {between_seeds:.2g}")
 
 # %% [markdown]
 # The precision changes the loss far less than the seed does. The first line shows a difference of 0, because
-# fp32 is the baseline. The quick scale trains for only 60 steps, so train your own model for longer and
-# compare the losses in the same way. If the precision changes the loss more than the seed does, look for the
-# cause in [notebook 08](08_when_amp_breaks.ipynb).
+# fp32 is the baseline. The quick scale trains for only 60 steps, so train your own model for longer. If the
+# precision then changes the loss more than the seed does, look for the cause in [notebook
+# 08](08_when_amp_breaks.ipynb).
 #
 # ## The loss over a large vocabulary
 #
@@ -249,8 +249,7 @@ torch.testing.assert_close(in_chunks, direct, rtol=1e-4, atol=1e-7)
 print(f"fp32 logits: {1024 * 8000 * 4 / 2**20:.1f} MiB, one chunk: {64 * 8000 * 4 / 2**20:.1f} MiB")
 
 # %% [markdown]
-# The logits of one chunk take 2 MiB instead of 31.2 MiB, and only one chunk has its logits in memory at a
-# time.
+# The logits of one chunk take 2 MiB instead of 31.2 MiB, and only one chunk is in memory at a time.
 #
 # From torch 2.13 on,
 # [`F.linear_cross_entropy`](https://docs.pytorch.org/docs/2.13/generated/torch.nn.functional.linear_cross_entropy.html)
@@ -380,8 +379,8 @@ assert stayed[1e-3] > 0.5
 # ## The same prompt, another text
 #
 # We let the model continue 32 prompts in fp32 and in bf16, always with the likeliest character.
-# `lm.continue_text` returns the texts. It also returns the gap between the two largest logits at each
-# character. Before you run this: will the texts in fp32 and bf16 agree?
+# `lm.continue_text` returns the texts and, for each character, the gap between the two largest logits. Before
+# you run this: will the texts in fp32 and bf16 agree?
 
 # %% tags=["nbval-ignore-output"]
 rows = lm.draw(test_data, 32, torch.Generator().manual_seed(1))[0].to(device)
@@ -430,8 +429,9 @@ for name, limit in (("fp32", 1e-3), ("bf16", 0.5)):
 # %% [markdown]
 # To get the same answer every time:
 #
-# - in any batch, use [batch-invariant](https://github.com/thinking-machines-lab/batch_invariant_ops) kernels;
-# - in the same batch on the same machine, use
+# - with any batch size, use
+#   [batch-invariant](https://github.com/thinking-machines-lab/batch_invariant_ops) kernels;
+# - with the same batch on the same machine, use
 #   [`torch.use_deterministic_algorithms`](https://docs.pytorch.org/docs/stable/notes/randomness.html).
 #
 # On another device or with other libraries, the same bits are [not
@@ -447,7 +447,7 @@ for name, limit in (("fp32", 1e-3), ("bf16", 0.5)):
 # ## Summary
 #
 # - With fp32 weights under autocast, the matmuls of this GPT run in 16 bits. Norms, rotations and the
-#   residual stream are [fp32](#Where-fp32-comes-in). With bf16 weights, the stream is bf16.
+#   residual stream are [fp32](#Where-fp32-comes-in).
 # - Cast the logits to fp32 for the loss: `.float()`. Over a large vocabulary compute the loss in
 #   chunks.
 # - Load a model in the dtype that you want, and do not cast it afterwards: its rotation rates must be
