@@ -306,6 +306,26 @@ def test_an_input_that_is_rounded_is_found():
     assert device_matmuls._input_bits(cpu, fp32, device_matmuls._convolve) == 24
 
 
+def test_a_sum_in_tf32_is_compared_with_the_sum_of_the_same_inputs(monkeypatch):
+    """A device that cuts its inputs to TF32 and sums in fp32 has the error of an fp32 sum."""
+    plain = torch.Tensor.__matmul__
+
+    def cut(operand):
+        if operand.dtype != torch.float32:
+            return operand
+        return (operand.contiguous().view(torch.int32) & ~0x1FFF).view(torch.float32)
+
+    def in_tf32(left, right):
+        return plain(cut(left), cut(right))
+
+    monkeypatch.setattr(torch.Tensor, "__matmul__", in_tf32)
+    fp32 = Precision.FP32  # a CPU cannot switch TF32 on
+    monkeypatch.setattr(device_matmuls, "_without_autocast", lambda precision: fp32)
+    found = device_matmuls.measure_matmul_numerics(torch.device("cpu"), Precision.TF32)
+    assert found.error < 20
+    assert found.subnormals
+
+
 def test_sums_in_a_narrow_format_are_found(monkeypatch):
     """One after the other in fp16, as a device would that has no wider sums."""
 

@@ -9,6 +9,7 @@ from amp_lab.core.backends import backend
 from amp_lab.core.precision import Precision, has_tf32
 from amp_lab.core.timing import compare, measure
 
+_TF32_EPS = 2**-10  # TF32 has 10 bits of mantissa
 _SMALL = 256  # the edge of the matrices that are tried first
 
 
@@ -18,7 +19,8 @@ class MatmulNumerics:
 
     error: float
     """Largest error of a sum of 4,096 products, in units in the last place (ulp) of the result: 0.5
-    if sums have a wider format and are rounded once. In fp32, several ulp are usual."""
+    if sums have a wider format and are rounded once. In fp32, several ulp are usual. The inputs
+    have the bits of the precision, so that only the sum rounds."""
     input_bits: int
     """Bits of significand that a matmul keeps of an fp32 input: 24, 11 in TF32, 8 in bf16."""
     subnormals: bool
@@ -108,8 +110,12 @@ def measure_matmul_numerics(device: torch.device, precision: Precision) -> Matmu
     generator = torch.Generator().manual_seed(0)
     left = torch.rand(32, 4096, generator=generator).to(dtype)
     right = torch.rand(32, 4096, generator=generator).to(dtype)
+    input_eps = eps
+    if precision is Precision.TF32:  # whose inputs have fewer bits than its results
+        input_eps = _TF32_EPS
+        left, right = _to_tf32(left), _to_tf32(right)
     # A matrix of subnormal numbers, and the identity, which leaves it unchanged.
-    smallest_subnormal = torch.tensor(torch.finfo(dtype).smallest_normal * eps)
+    smallest_subnormal = torch.tensor(torch.finfo(dtype).smallest_normal * input_eps)
     subnormals = smallest_subnormal.to(dtype).expand(16, 16)
     identity = torch.eye(16, dtype=dtype)
     with _without_autocast(precision).autocast(device.type):
@@ -124,6 +130,12 @@ def measure_matmul_numerics(device: torch.device, precision: Precision) -> Matmu
     error = ((sums - exact).abs() / last_place).max().item()
     keeps_subnormals = torch.equal(times_one, subnormals)
     return MatmulNumerics(error=error, input_bits=bits, subnormals=keeps_subnormals)
+
+
+def _to_tf32(values: torch.Tensor) -> torch.Tensor:
+    """Cut fp32 numbers off after the 10 bits of mantissa that TF32 has; they stay fp32."""
+    cut_bits = (1 << 13) - 1  # of the 23 bits of fp32's mantissa
+    return (values.view(torch.int32) & ~cut_bits).view(torch.float32)
 
 
 def fp32_bits_as_set(device: torch.device) -> tuple[int, int]:
