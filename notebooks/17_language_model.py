@@ -330,7 +330,7 @@ assert dtypes["blocks.0.qkv"] == dtypes["blocks.1"] == torch.bfloat16  # no fp32
 
 # %% [markdown]
 # Casting the base to bf16 hardly changed the loss, and fine-tuning lowered the loss. With a bf16 embedding,
-# the residual stream is bf16 too, as the last line checks.
+# the residual stream is bf16 too, as the last assert checks.
 #
 # On a GPU that has fp16 and no fast bf16, keep the base in fp16 and use fp16 autocast with the scaler. Keep
 # the adapters in fp32, because the scaler [raises an error](08_when_amp_breaks.ipynb) for fp16 adapters.
@@ -365,8 +365,8 @@ assert stayed[1e-3] > 0.5
 # Neighbouring bf16 numbers are 0.4 to 0.8 % apart, and each value is rounded to the nearest one. If the
 # update is a hundredth of the weight, some values move too far, and others too little or not at all. On
 # average, these errors cancel, so about 100 % of the update is left. If the update is a thousandth of the
-# weight, it is smaller than half of this distance in most values. These values do not change, and a large
-# part of the update is lost. So choose one of these:
+# weight, most changes are smaller than half the distance to the next number. These values stay the same, and a
+# large part of the update is lost. So choose one of these:
 #
 # - Keep the adapter separate.
 # - Merge into a copy in **fp32**.
