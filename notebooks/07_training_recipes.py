@@ -358,8 +358,8 @@ assert torch.equal(recomputed, problem.change(train_amp, torch.float16))
 #
 # **Without `use_reentrant=False`** you get the older kind of checkpoint, with a warning that asks you to
 # choose. If the checkpoint's input needs no gradient, such as a batch of data, the older kind cuts the graph
-# there. The parameters inside then get no gradient. If your optimizer has other parameters too, you see no error,
-# but the checkpointed part never learns. <!-- tests/notebooks/test_07_training_recipes.py --> If the
+# there. The parameters inside then get no gradient. If your optimizer has other parameters too, you see no
+# error, but the checkpointed part never learns. <!-- tests/notebooks/test_07_training_recipes.py --> If the
 # optimizer has no other parameters, the scaler raises an error:
 
 # %%

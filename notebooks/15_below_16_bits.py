@@ -462,8 +462,8 @@ report
 #
 # - The large feature ruins the two layers around it, `blocks.1.up` and `blocks.1.down`, in every format.
 #   The error is largest if the whole tensor shares a scale.
-# - The head, `token.weight`, has a star and no SQNR. On a GPU, FP8 matmuls need sizes that are multiples of
-#   16 ([what to pad](08g_speed_and_memory.ipynb#A-size-is-not-a-multiple-of-16-or-8)). Its output has 88.
+# - The head, `token.weight`, has a star and no SQNR, because its output size is 88. On a GPU, FP8 matmuls
+#   need multiples of 16 ([what to pad](08g_speed_and_memory.ipynb#A-size-is-not-a-multiple-of-16-or-8)).
 #
 # The last rows show the errors of the whole model, with the starred layers in 16 bits. `layers` counts the
 # layers without a star. The verdict *accurate enough in one step* means that the errors are below wide
