@@ -342,7 +342,7 @@ class Fp32Product(AmpProduct):
 
 # %% [markdown]
 # We compare the gradient of the weight with the exact one. In bf16 each rounding error is up to 2^-8 of
-# the number, so we allow a relative error of 0.02.
+# the number. We allow a relative error of 0.02, about five such errors.
 
 # %%
 exact = wide.T @ torch.ones(4, 4, device=device)
@@ -362,9 +362,9 @@ for function, dtype in ((AmpProduct, low), (Fp32Product, torch.float32)):
 #
 # ## CPU and CUDA have different lists
 #
-# Each backend has its own list of ops. `listed` asks PyTorch for this list, and you need not have the
-# device. (`torch._C` is not public, hence the underscore.) Each list has more than 110 ops. Before you
-# run this: how many ops do CPU and CUDA share?
+# Each backend has its own list of ops. `listed` asks PyTorch for this list. You do not need the device.
+# (`torch._C` is not public, hence the underscore.) Each list has more than 110 ops. Before you run this:
+# how many ops do CPU and CUDA share?
 
 
 # %%
