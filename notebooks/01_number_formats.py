@@ -151,8 +151,8 @@ _ = figures.range_and_spacing(pictured)
 #
 # The lower half shows the relative spacing at each power of two. Each line is flat at eps where its numbers
 # are normal, because **the spacing grows with the number**. (Between powers of two, the relative spacing falls
-# to eps/2.) Below the normal numbers, the line rises. It ends at 2^0, at the smallest positive number, because
-# the next number is twice as large.
+# to eps/2.) Below the normal numbers, the line rises to the left. It ends at 2^0, at the smallest positive
+# number, because the next number is twice as large.
 # <!-- tests/notebooks/test_01_number_formats.py -->
 #
 # With 16 bits you have to choose: fp16 is finer (its dotted line lies on that of tf32), and bf16 is wider.
@@ -236,8 +236,8 @@ assert torch.tensor(2.0**-25).half() == 0  # a tie between 0 and 2^-24, and zero
 # %% [markdown]
 # Down to 2^-14 the error is about 0.01 %, less than fp16's eps/2 (0.05 %). Below 2^-14 the number is
 # subnormal and loses a bit with each power of two. At 2^-24 a single bit is left, so 1.7 x 2^-24 is rounded
-# to 2^-23, and 1.7 x 2^-26 becomes zero. Some matrix units, such as those of AMD's MI200, [flush subnormal fp16 and bf16 numbers to
-# zero](https://docs.pytorch.org/docs/stable/notes/numerical_accuracy.html#reduced-precision-fp16-and-bf16-gemms-and-convolutions-on-amd-instinct-mi200-devices).
+# to 2^-23, and 1.7 x 2^-26 becomes zero. Some matrix units, such as those of AMD's MI200, [flush subnormal
+# fp16 and bf16 numbers to zero](https://docs.pytorch.org/docs/stable/notes/numerical_accuracy.html#reduced-precision-fp16-and-bf16-gemms-and-convolutions-on-amd-instinct-mi200-devices).
 #
 # ## Swamping
 #
@@ -324,8 +324,9 @@ assert abs(scaled / expected - 1) < fp16.eps  # fp16 rounds once, by eps/2 at mo
 # Without a scale the gradient becomes zero. With a scale of 2^16 it arrives with the precision of fp16: the
 # steps in fp32 add almost no error.
 # Loss scaling works because backpropagation is linear. If we multiply the loss by 2^16, every gradient is
-# 2^16 times as large on its way through fp16. Afterwards we divide by 2^16 in fp32. A factor of a power of
-# two changes only the exponent, so it rounds nothing, unless a scaled gradient overflows. [Notebook 03](03_grad_scaler_step_by_step.ipynb) shows how to find a good scale.
+# 2^16 times as large on its way through fp16. Afterwards we divide by 2^16 in fp32. Multiplying by a power
+# of two changes only the exponent, so it rounds nothing, unless a scaled gradient overflows. [Notebook
+# 03](03_grad_scaler_step_by_step.ipynb) shows how to find a good scale.
 #
 # ### 3. Sums in fp32, against swamping in matmuls
 #
@@ -374,9 +375,9 @@ assert of_logits < -24  # smaller than the smallest number of fp16
 
 # %% [markdown]
 # The gradients are so small for two reasons. First, the mean over 1024 examples divides them by 2^10, in
-# the untrained network too (about 2^-13). Second, as the network becomes confident, the probabilities of the
-# wrong classes fall towards zero, and so do the gradients (about 2^-30). So a loss scale has to be adjusted
-# during training.
+# the untrained network too. Second, as the network becomes confident, the probabilities of the wrong classes
+# fall towards zero, and so do the gradients: their median falls from about 2^-13 to about 2^-30. So a loss
+# scale has to be adjusted during training.
 # <!-- tests/notebooks/test_01_number_formats.py -->
 #
 # ReLU makes many gradients exactly zero. We leave these out, multiply the other gradients by a loss scale,
