@@ -11,7 +11,8 @@ from typing import Any
 
 import failure_pages
 
-_FIELDS = {"title": 1, "heading": 1, "messages": 2, "text": 1}  # and how much each counts
+# And how much each counts.
+_FIELDS = {"title": 1, "heading": 1, "messages": 2, "words": 1, "text": 1}
 _B, _K1 = 0.3, 0.6  # of BM25; found with practice queries
 _EXCERPT = 180  # characters
 _FENCE = re.compile(r"^ *(```+|~~~+).*?^ *\1 *$", re.MULTILINE | re.DOTALL)
@@ -33,13 +34,14 @@ class Section:
     text: str
     excerpt: str  # shown below the title
     messages: str = ""  # of a page about a failure; or the questions that a page answers
+    words: str = ""  # in which people ask about a failure; no page shows them
 
 
 def data_script(root: Path, sources: Path) -> str:
     """The index and its sections as a script, since a page from a file cannot fetch data."""
     import lunr
 
-    from amp_lab.failures.words import terms_of
+    from amp_lab.failures.words import damp_rare_words, terms_of
 
     reference = failure_pages.read_reference(root)
     all_sections = sections(sources, reference)
@@ -58,9 +60,10 @@ def data_script(root: Path, sources: Path) -> str:
         builder.field(name, boost)
     for document in documents:
         builder.add(document)
-    index = builder.build().serialize()
+    index = builder.build()
+    damp_rare_words(index, builder.document_count)
     shown = [[s.page, s.anchor, s.title, s.heading, s.excerpt] for s in all_sections]
-    data = json.dumps({"sections": shown, "index": index}, ensure_ascii=False)
+    data = json.dumps({"sections": shown, "index": index.serialize()}, ensure_ascii=False)
     return f'"use strict";\nconst AmpSearchData = {data};\n'
 
 
@@ -94,6 +97,7 @@ def _of_failure(page: str, failure: dict[str, Any], markdown: str) -> Section:
         title=failure["title"],
         heading=" ".join(failure["symptoms"]),
         messages=" ".join(failure["messages"]),
+        words=failure.get("words", ""),
         text=_plain(markdown),
         excerpt=failure["cause"],
     )

@@ -76,11 +76,11 @@ def build_index(
     for page in pages:
         builder.add(_document(page.page, {"title": page.title, "words": page.words}, synonyms))
     index = builder.build()
-    _damp_rare_words(index, builder.document_count)
+    damp_rare_words(index, builder.document_count)
     return index
 
 
-def _damp_rare_words(index: Any, documents: int) -> None:
+def damp_rare_words(index: Any, documents: int) -> None:
     """Let rare words count less than BM25 says: many in a description have no meaning for it."""
     with needed_for(_PURPOSE):
         from lunr.idf import idf
