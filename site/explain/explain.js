@@ -4,7 +4,7 @@
 
 const AmpExplain = (() => {
   const MOST = 3, MAX_CHARACTERS = 1e6, LONGEST_QUESTION = 3000, LONGEST_MESSAGE = 400, LONGEST_CONTEXT = 6000, NUMBERS_OF_A_LOG = 4;
-  const WORDS_OF_A_WINNER = 6, SHARE_OF_A_WINNER = 0.4, LEAD_OF_A_WINNER = 1.8, LONGEST_PHRASE = 3;
+  const WORDS_OF_A_WINNER = 6, SHARE_OF_A_WINNER = 0.4, SHARE_OF_A_PRINTED_ERROR = 0.75, LONGEST_PHRASE = 3;
   const COVERAGE = 0.3, NOT_NAMED = 0.75, DESCRIBED = 1.5;
   const ERROR = /(?<![A-Za-z_.])[A-Za-z_.]*(?:Error|Exception)\b ?:/g;
   const PRINTED = /(?<![A-Za-z_.])[A-Za-z_.]*(?:Error|Exception|Warning|Unsupported)\b ?[:(]|\[E(?:\d{4})? /g;
@@ -138,14 +138,14 @@ const AmpExplain = (() => {
   }
 
   function isAboutPrecision(question, failures, reference) {
-    if (hasSubject(question, reference)) return true;
-    if (question.search(PRINTED) >= 0) return false;
+    const namesSubject = hasSubject(question, reference);
     const words = wordsToSearch(question, reference.synonyms).length;
-    const [best, next] = failures;
+    const [best] = failures;
     const common = Object.keys(best.matchData.metadata).length;
+    if (question.search(PRINTED) >= 0) return namesSubject && common >= SHARE_OF_A_PRINTED_ERROR * words;
+    if (namesSubject) return true;
     if (common < Math.max(WORDS_OF_A_WINNER, SHARE_OF_A_WINNER * words)) return false;
-    if (isDescribed(best.ref, new Set(termsOf(question, reference.synonyms)), reference)) return true;
-    return !next || best.score >= LEAD_OF_A_WINNER * next.score;
+    return isDescribed(best.ref, new Set(termsOf(question, reference.synonyms)), reference);
   }
 
   /** The last frame of a traceback that is in no library, or null. */

@@ -147,6 +147,7 @@ def test_the_last_error_of_a_log_counts_most():
         ("out = F.scaled_dot_product_attention(q, k, v)", "AMP0097"),
         ("bnb_4bit_quant_type='nf4'", "AMP0156"),
         ("ext.pointnet2_cuda.group_points_wrapper(b, c, n)", "AMP0078"),
+        ("return my_op_cuda.forward(x, y)", "AMP0078"),
     ],
 )
 def test_the_rest_of_a_text_says_which_failure_a_message_with_many_causes_is(before, code):
@@ -303,7 +304,30 @@ def test_a_term_is_searched_once_and_without_stop_words():
     assert words == ["loss", "nan", "stai"]
 
 
-def test_a_description_is_known_if_one_failure_is_far_ahead_of_the_others():
+def test_an_extension_that_asks_for_a_pointer_of_another_dtype_prints_where():
+    """A header of an installed torch: torch's own kernels were built elsewhere."""
+    message = "RuntimeError: expected scalar type Float but found Half (data_ptr<float> at {}:574)"
+    installed = "/opt/venv/lib/python3.8/site-packages/torch/include/ATen/core/TensorMethods.h"
+    assert explain(message.format(installed))[0].code == "AMP0078"
+    built = "/pytorch/build/aten/src/ATen/core/TensorMethods.h"
+    assert explain(message.format(built))[0].code == "AMP0018"
+
+
+def test_a_printed_error_that_shares_only_some_words_with_a_failure_is_unknown():
+    text = "ValueError: the gradient dtype and the checkpoint format {} need another launcher"
+    assert has_subject(text, REFERENCE)
+    assert explain(text.format("v3")) == []
+    shared = "RuntimeError: unscale_() has already been called on this optimizer"
+    assert explain(shared)[0].code == "AMP0010"
+
+
+def test_a_description_that_names_only_the_mode_of_the_model_is_unknown():
+    text = "In training mode the accuracy is fine, in eval mode it drops to random guess"
+    assert explain(text) == []
+    assert explain(f"{text} with bf16") != []
+
+
+def test_a_description_is_known_if_it_has_the_facts_of_a_failure():
     text = "The same text, alone and in a larger batch with others, gives slightly different logits"
     assert explain(text)[0].code == "AMP0098"
 

@@ -16,11 +16,13 @@ _LONGEST_QUESTION = 3000  # characters: a longer text is a log
 _LONGEST_CONTEXT = 6000  # characters before the end of a text in which clues are searched
 _LONGEST_MESSAGE = 400  # characters after the name of an error: what follows is other output
 # A description without a word of the subject is known if two fifths of its words, at least six, are
-# words of one failure whose score is far above that of the next. Found with descriptions of other
-# trouble.
+# words of one failure, and if it has the facts that point to this failure. Found with descriptions
+# of other trouble.
 _WORDS_OF_A_WINNER = 6
 _SHARE_OF_A_WINNER = 0.4
-_LEAD_OF_A_WINNER = 1.8
+# A printed error that matches no known message is known if it has a word of the subject, and if
+# this share of its words are words of one failure. Fewer may be its words by chance.
+_SHARE_OF_A_PRINTED_ERROR = 0.75
 # The name of an error or a warning, or an error that C++ code of torch logs.
 _PRINTED = re.compile(
     r"(?<![A-Za-z_.])[A-Za-z_.]*(?:Error|Exception|Warning|Unsupported)\b ?[:(]|\[E(?:\d{4})? "
@@ -236,24 +238,23 @@ def has_subject(line: str, reference: Reference) -> bool:
 def _is_about_precision(
     question: str, failures: list[dict[str, Any]], reference: Reference
 ) -> bool:
-    """Whether the question has a word of the subject, such as fp16, NaN or autocast.
+    """Whether the question is about precision: it has a word such as fp16, NaN or autocast.
 
-    A description without an error message may instead have the facts that point to a failure, or
-    be like the best of the failures.
+    A printed error has to be like the best of the failures as well. A description without a word of
+    the subject also has to have the facts that point to this failure.
     """
-    if has_subject(question, reference):
-        return True
-    if _PRINTED.search(question) is not None:
-        return False
+    names_subject = has_subject(question, reference)
     words = len(words_to_search(question, reference.synonyms))
     best = failures[0]
     common = len(best["match_data"].metadata)
+    if _PRINTED.search(question) is not None:
+        return names_subject and common >= _SHARE_OF_A_PRINTED_ERROR * words
+    if names_subject:
+        return True
     if common < max(_WORDS_OF_A_WINNER, _SHARE_OF_A_WINNER * words):
         return False
     terms = set(terms_of(question, reference.synonyms))
-    if is_described(best["ref"], terms, reference):
-        return True
-    return len(failures) == 1 or best["score"] >= _LEAD_OF_A_WINNER * failures[1]["score"]
+    return is_described(best["ref"], terms, reference)
 
 
 def last_own_line(text: str) -> OwnLine | None:
