@@ -434,7 +434,7 @@ assert (usual, fnuz, torch.finfo(torch.float8_e4m3fnuz).max) == (1.0, 0.5, 240)
 #    repeats the matmuls, and compares the results with those of fp32. Layers with a large error are better
 #    left in 16 bits.
 # 3. In each format, it repeats the training step of the whole model. All layers are rounded except those
-#    with a large error.
+#    that should stay in 16 bits: those with a large error, and others such as the head.
 #
 # We call `rehearse` on our GPT, with an outlier for it to find. In the MLP of the second block, we
 # make one of the 256 features about a million times as large: <!-- tests/formats/test_rehearsal.py -->

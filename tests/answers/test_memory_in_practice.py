@@ -99,6 +99,13 @@ def test_small_batches_peak_in_the_optimizer():
     assert forecast(batch=64).peak == pytest.approx(forecast(batch=32).peak, rel=1e-3)
 
 
+def test_the_parts_of_a_peak_in_the_backward_pass_add_up_to_more():
+    """Some gradients are not yet allocated then."""
+    found = forecast(batch=2048)
+    parts = found.weights + found.gradients + found.optimizer + found.activations
+    assert found.peak < parts
+
+
 def test_adam_allocates_8_bytes_per_parameter_in_its_first_step():
     model = nn.Linear(64, 64)
     optimizer = torch.optim.Adam(model.parameters())
