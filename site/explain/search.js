@@ -23,10 +23,22 @@
 
   const found = fromReference();
   const pages = new Set(found.map(([page]) => page));
+  const results = AmpExplain.search(index, terms);
+  const words = new Set(results.flatMap(({ matchData }) => Object.keys(matchData.metadata)));
+
+  /** Whether the symptoms (the heading) or the search words have all words of the question, at least four. */
+  function hasWholeQuestion({ matchData }) {
+    const places = Object.values(matchData.metadata); // of each word, the fields that have it
+    if (places.length < Math.max(4, words.size)) return false;
+    return ["heading", "words"].some((field) => places.every((fields) => field in fields));
+  }
+
+  for (const result of results) if (hasWholeQuestion(result)) result.score *= 1.5;
+  results.sort((a, b) => b.score - a.score);
   // A page counts by its best section, and two fifths of the next three; then the more, the more words of
   // the question stand in them. The power 0.5 was found with practice queries.
   const scores = new Map();
-  for (const { ref, score, matchData } of AmpExplain.search(index, terms)) {
+  for (const { ref, score, matchData } of results) {
     const section = AmpSearchData.sections[Number(ref)];
     let page = scores.get(section[0]);
     if (!page) {

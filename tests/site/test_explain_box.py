@@ -106,6 +106,8 @@ def test_an_unknown_message_is_called_so(page, site):
         ("which numbers does float16 have", "notebooks/01_number_formats.html"),
         ("bf16 vs fp16 which one should I use", "notebooks/19_choose_your_precision.html"),
         ("how much memory does amp save", "notebooks/06_caltech256_resnet50.html"),
+        # All words are search words of the failure, which its page does not show.
+        ("fp16=True flag ignored and weights unchanged", "failures/AMP0178.html"),
     ],
 )
 def test_the_search_does_not_need_every_word(page, site, words, leads_to):
