@@ -262,9 +262,9 @@ def clues() -> dict[str, dict[str, list[str]]]:
     """The clues of each failure whose messages have many causes."""
     found = {}
     for family in _clues_file()["family"]:
-        codes = family.pop("messages_of")
-        for code in codes:
-            found[code] = {cause: parts for cause, parts in family.items() if cause != code}
+        causes = {name: parts for name, parts in family.items() if name != "messages_of"}
+        for code in family["messages_of"]:
+            found[code] = {cause: parts for cause, parts in causes.items() if cause != code}
     return found
 
 
