@@ -38,9 +38,9 @@ device, scale = start()  # AMP_LAB_DEVICE and AMP_LAB_SCALE override the choice
 #
 # The best precision depends on the hardware, so we measure. `describe_device` times a matmul in each
 # precision and recommends one of them. It also multiplies numbers whose exact product is known, to find
-# out how the device rounds. <!-- tests/core/test_device.py --> The cell prints the recommendation, which
-# comes from the speeds, and the rounding. Before you run this: which precision does it recommend for your
-# machine?
+# out how the device rounds. <!-- tests/core/test_device.py --> The recommendation depends only on the
+# speeds. The cell prints it first, and then the rounding. Before you run this: which precision does it
+# recommend for your machine?
 
 # %% tags=["nbval-ignore-output"]
 report = describe_device(device)
@@ -149,11 +149,11 @@ print("T4, a model trained in bf16:", choose(turing, "infer", trained_in="bf16")
 # | GTX 16 | fp16 gives NaN in some models ([report](https://github.com/pytorch/pytorch/issues/58123), [another report](https://github.com/pytorch/pytorch/issues/77955)) | use fp32 |
 # | V100, GTX 10 | PyTorch 2.14 for CUDA 12.6 is [the last version with kernels for these GPUs](https://github.com/pytorch/pytorch/issues/190385) | install this version |
 # | V100, T4, RTX 20 | these GPUs [emulate bf16 and have no TF32](../docs/hardware.md#t4-v100-and-rtx-20) | use fp16 |
-# | RTX 30, 40, 50 | data sheets ([40](https://images.nvidia.com/aem-dam/Solutions/geforce/ada/nvidia-ada-gpu-architecture.pdf), [50](https://images.nvidia.com/aem-dam/Solutions/geforce/blackwell/nvidia-rtx-blackwell-gpu-architecture.pdf)) give a high fp16 rate for sums in fp16. For sums in fp32, it is half as high. PyTorch adds in fp32 | expect the lower rate |
+# | RTX 30, 40, 50 | according to data sheets ([40](https://images.nvidia.com/aem-dam/Solutions/geforce/ada/nvidia-ada-gpu-architecture.pdf), [50](https://images.nvidia.com/aem-dam/Solutions/geforce/blackwell/nvidia-rtx-blackwell-gpu-architecture.pdf)), fp16 matmuls that add in fp16 are twice as fast as those that add in fp32. PyTorch adds in fp32 | expect the lower rate |
 # | MI210, MI250 | 16-bit matmuls treat subnormals as 0, so PyTorch [casts fp16 inputs to bf16 in backward matmuls](https://docs.pytorch.org/docs/stable/notes/numerical_accuracy.html) | use bf16 |
 # | MI300 | its FP8 is *fnuz*: the same bits stand for half the value that they have on other GPUs | see [notebook 15](15_below_16_bits.ipynb) |
 # | Arc A | `GradScaler` needs float64, which Arc A lacks ([Arc B has float64](https://github.com/pytorch/pytorch/issues/147731)) | use bf16; PyTorch calls the device `xpu` |
-# | Apple M | bf16 [needs macOS 14](https://github.com/pytorch/pytorch/issues/139386); M1 and M2 [emulate bf16](https://github.com/huggingface/transformers/pull/40458) | start with fp32 |
+# | Apple M | bf16 [needs macOS 14](https://github.com/pytorch/pytorch/issues/139386); M1 and M2 [emulate bf16](https://github.com/huggingface/transformers/pull/40458) | start with fp32 on M1 to M4 |
 # | CPUs | [fp16 can be as fast as fp32, or 60 times slower](../data/results/README.md) | use fp16 only if `amp-lab doctor` shows that fp16 is fast |
 #
 # On these RTX GPUs, `torch.backends.cuda.matmul.allow_fp16_accumulation = True` lets PyTorch add in fp16, at
@@ -227,11 +227,11 @@ torch.backends.cudnn.allow_tf32 = kept
 # %% [markdown]
 # ### Old names and new ones
 #
-# Each mode has an old setting (such as `allow_tf32`) and a new setting (`fp32_precision`). If you set the
-# new one to a value that contradicts the old one, the next read of the old one raises an error. Even if your
-# code never reads the old setting, [Lightning](https://github.com/Lightning-AI/pytorch-lightning/issues/21256)
-# and some versions of [`torch.compile`](https://github.com/pytorch/pytorch/pull/189955) do. We cause the
-# error:
+# Each mode has an old setting (such as `allow_tf32`) and a new setting (`fp32_precision`). If you set
+# `fp32_precision` to a value that contradicts `allow_tf32`, the next read of `allow_tf32` raises an error.
+# [Lightning](https://github.com/Lightning-AI/pytorch-lightning/issues/21256) and some versions of
+# [`torch.compile`](https://github.com/pytorch/pytorch/pull/189955) read old settings, even if your code
+# does not. We cause the error:
 
 # %%
 matmul = torch.backends.cuda.matmul
@@ -297,8 +297,8 @@ assert not in_fp16.isfinite().all()
 #
 # - **Mixed** usually means fp32 weights under autocast.
 # - **True** means that the weights are cast. Gradients and optimizer state are in 16 bits too.
-# - **bf16** alone is ambiguous. In accelerate and transformers it means mixed, and in torchtune it means
-#   true. In DeepSpeed the model has bf16 weights, and the optimizer keeps a copy of the weights in fp32.
+# - **bf16** alone has three meanings. In accelerate and transformers it means mixed. In torchtune it means
+#   true. In DeepSpeed it means bf16 weights in the model and an fp32 copy of them in the optimizer.
 #
 # So we look at the dtypes in a training step, first without a framework (*state* is the optimizer's):
 
@@ -403,7 +403,7 @@ assert set(rows["model.to(bfloat16)"]) == {"bfloat16"}
 #
 # - Start with bf16 where bf16 is fast, with fp16 and a scaler where only fp16 is fast, and with fp32
 #   on other hardware. Then measure your model.
-# - By default, fp32 matmuls run in fp32, and fp32 convolutions may run in TF32. Set each mode once, with
+# - By default, fp32 matmuls run in fp32. On CUDA, fp32 convolutions run in TF32. Set each mode once, with
 #   `torch.set_float32_matmul_precision` for matmuls and `torch.backends.cudnn.allow_tf32` for convolutions.
 # - Before you cast a bf16 model to fp16, look at its largest values.
 # - A "mixed" setting keeps fp32 weights. A "true" setting in 16 bits does not.
