@@ -233,10 +233,10 @@ def accumulate_amp(model, optimizer, scaler, dtype):
 problem.check_same(recipes.accumulate_plain, accumulate_amp)
 
 # %% [markdown]
-# **With `unscale_` and `update` after every batch** you get no error, because `update` makes the scaler
-# forget that the gradients are unscaled. In the next cell the gradients of two batches are 1 and 2, and
-# the learning rate is 1, so the weight should move by 3. Before you run it: will the weight move too far
-# or too little?
+# **With `unscale_` and `update` after every batch** you get no error. A second `unscale_` alone raises one,
+# but `update` makes the scaler forget that the gradients are unscaled. In the next cell the gradients of
+# two batches are 1 and 2, and the learning rate is 1, so the weight should move by 3. Before you run it:
+# will the weight move too far or too little?
 
 # %%
 weight = nn.Parameter(torch.zeros(1, device=device))
@@ -352,9 +352,9 @@ assert torch.equal(recomputed, problem.change(train_amp, torch.float16))
 
 # %% [markdown]
 # AMP needs a change in one case (torch 2.15): two checkpointed parts share a weight, and a `context_fn`
-# selects which results each part saves. The second part then uses the 16-bit copy of the weight that
-# autocast made for the first, and backward raises `… not found in storage`. To avoid this, give autocast
-# `cache_enabled=False`. <!-- tests/notebooks/test_07_training_recipes.py -->
+# selects which results each part saves. The second part saves no cast of the weight, because it uses the
+# copy that autocast made for the first. Its second run looks for this cast, so backward raises `… not found
+# in storage`. Give autocast `cache_enabled=False`. <!-- tests/notebooks/test_07_training_recipes.py -->
 #
 # **Without `use_reentrant=False`** you get the older kind of checkpoint, with a warning that asks you to
 # choose. If the checkpoint's input needs no gradient, such as a batch of data, the older kind cuts the graph
@@ -418,12 +418,12 @@ assert math.isclose(ratio, 2, rel_tol=1e-3)
 #
 # ## Load half precision weights
 #
-# `load_state_dict` copies values *into* the parameters, which stay fp32. So a file of fp16 weights needs
-# no change. But `assign=True` with fp16 weights, or `.half()` on the model, makes the parameters fp16,
-# and the scaler refuses to unscale their gradients. For bf16 parameters, the scaler raises [an
-# error](https://github.com/pytorch/pytorch/issues/127176) only if it is enabled and on CUDA. If there is no
-# error, small updates are rounded away. If the parameters are fp16 or bf16, call `model.float()` before you
-# create the optimizer. <!-- tests/notebooks/test_07_training_recipes.py -->
+# `load_state_dict` copies values *into* the parameters, which stay fp32. So a file of fp16 weights needs no
+# change. But `assign=True` with fp16 weights, or `.half()` on the model, makes the parameters fp16, and the
+# scaler refuses to unscale their gradients. With bf16 parameters there is usually no error, and small
+# updates are rounded away. Only an enabled scaler on CUDA [raises an
+# error](https://github.com/pytorch/pytorch/issues/127176). If the parameters are fp16 or bf16, call
+# `model.float()` before you create the optimizer. <!-- tests/notebooks/test_07_training_recipes.py -->
 
 # %%
 half_weights = {name: tensor.half() for name, tensor in new_model().state_dict().items()}
@@ -448,8 +448,9 @@ assert message == "ValueError: Attempting to unscale FP16 gradients."
 #   every call, also in evaluation, or PyTorch compiles the model again ([notebook
 #   18](18_inference_and_export.ipynb#What-torch.compile-changes)). [Notebook
 #   10](10_speed_ladder.ipynb) measures the speed-up.
-# - **Evaluate during training.** Do not evaluate inside the autocast block of a training step. It keeps
-#   16-bit copies of the weights, which are old after the optimizer step. Use a separate block.
+# - **Evaluate during training.** Do not evaluate inside the autocast block of a training step. The block
+#   keeps 16-bit copies of the weights, which are out of date after the optimizer step. Use a separate
+#   block.
 # - **Freeze layers.** You may store a frozen layer in the dtype of autocast, here fp16:
 #   `layer.requires_grad_(False)` and `layer.to(torch.float16)`. This halves its memory. The output of a
 #   linear layer or a convolution stays the same, because autocast would cast the weight anyway.

@@ -157,8 +157,8 @@ assert fake_rows[-1] == ("native_layer_norm", ("fp32",) * 3, ("fp32",))
 # Each row is one op. The convolution needs three casts, for its input, weight and bias. The linear layer
 # needs only two, because its input is already fp16. The norm needs one cast up to fp32.
 #
-# Does a real run show the same rows? We check this on the CPU. On an H100, the rows of the command `amp-lab
-# xray` [were those of a real run](../data/results/README.md#an-nvidia-h100).
+# Does a real run show the same rows? We check this on the CPU. On an H100, the rows of
+# `xray` [were those of a real run](../data/results/README.md#an-nvidia-h100).
 
 # %%
 images = torch.rand(2, 3, 8, 8)
@@ -264,8 +264,8 @@ _ = figures.dtypes_by_model(grid)
 # - **`batch_norm`** is fp32 on MPS, and so are the ops between the norm and the next convolution. This
 #   explains the many casts in the ResNet: up before each norm, and down after it.
 # - **`lstm`** is fp32 on MPS.
-# - **`_log_softmax`** in the loss is fp16 on CUDA and MPS, and fp32 on the CPU. On MPS, autocast first casts
-#   the logits to fp32 and back.
+# - **`_log_softmax`** in the loss is fp16 on CUDA and MPS, and fp32 on the CPU. On MPS, autocast casts
+#   the logits to fp32, but the loss asks for fp16 ([below](#The-surprise-in-cross-entropy)).
 #
 # The next cell checks this.
 
@@ -444,8 +444,8 @@ command = "memory torchvision.models:mobilenet_v3_small --input 1,3,224,224 --me
 assert amp_lab_command(command.split()) == 0
 
 # %% [markdown]
-# The command reserves 10 % of the memory; `compare_memory` reserves none by default. In fp16 the activations
-# of one image are so small that the peak moves to the optimizer's step.
+# The command reserves 10 % of the memory; `compare_memory` reserves none by default. In fp32 the peak is in
+# the backward pass. In fp16 the activations are so small that it moves to the optimizer's step.
 #
 # ## Where do two runs diverge? (optional)
 #
@@ -488,7 +488,7 @@ planted
 # Autocast changes the logits more than the mistake does. But no op adds more error than bf16 rounding
 # explains, so `first_difference` finds nothing in the autocast run. In the copy with the mistake, it names
 # the module and the op that adds the epsilon. *Function* means that the two ops compute different functions:
-# even in fp64, their results differ by more than the *predicted* rounding error.
+# their results differ by 0.002 even in fp64, where rounding explains at most 1e-10 (*predicted*).
 #
 # ## Summary
 #

@@ -127,7 +127,7 @@ assert 0.98 < 12 * pixels * hidden**2 / flops <= 1  # nearly all in the two midd
 # ## Predict the speed-up
 #
 # The *limit* of the step is the time that its matmuls alone would take at the measured rate. We
-# compute it for fp32 and the 16-bit precision, and for bf16 as a comparison:
+# compute it for fp32 and the 16-bit precision, and also for bf16 if that precision is fp16:
 
 # %% tags=["nbval-ignore-output"]
 floor_ms = {p: 1e3 * flops / limits.flops_per_s[p] for p in ("fp32", low, "bf16")}
@@ -143,8 +143,8 @@ if limits.trusted and low == recommended:
 # ## Climb
 #
 # Each rung is a function that does one step and returns the loss. Before we time a rung, `add` checks that
-# training still works: the losses of the first five steps may differ by 6 % from those of FP32. This allows
-# about 16 roundings in bf16, of up to 2^-8 each. As in notebook 04, `float32_mode` turns TF32 off for FP32.
+# training still works: the losses of the first five steps may differ by 6 % from those of FP32, because
+# bf16 rounds each of about 16 ops by up to 2^-8. As in notebook 04, `float32_mode` turns TF32 off for FP32.
 # <!-- tests/core/test_precision.py -->
 
 # %%
@@ -314,8 +314,8 @@ _ = figures.speed_ladder({f"ConvModel, {config['size']}x{config['size']} pixels"
 # ## Explain: count the bytes too
 #
 # The steps take longer than the limit, because the limit counts only matmuls. Normalisation, ReLU and their
-# gradients compute very little, but each of them reads and writes all pixels. `count_step` adds up the FLOPs
-# of a step, and the bytes that its ops read and write. <!-- tests/bench/test_limits.py -->
+# gradients compute very little, but each of them reads and writes all activations. `count_step` adds up the
+# FLOPs of a step, and the bytes that its ops read and write. <!-- tests/bench/test_limits.py -->
 
 # %% tags=["nbval-ignore-output"]
 steps = {"plain": plain_step(inputs, target), "AMP": amp_step(*new_model(), inputs, target)}
@@ -422,8 +422,8 @@ _ = figures.speedup_over_size(config["sizes"], {str(low): by_size})
 
 # %% [markdown]
 # AMP gains more with a larger picture, because calling an op and casting a weight take the same time at
-# every size. AMP pays from the first size at which the whole interval lies above 1, if the intervals of all
-# larger sizes lie above 1 too.
+# every size. AMP pays from the smallest size for which this holds: its whole interval and those of all
+# larger sizes lie above 1.
 #
 # So the speed-up of a network depends on the size of its input. It also depends on the memory layout, and
 # differs between [training and inference](04_fp32_vs_amp.ipynb#Time-of-a-training-step). In other networks,
@@ -582,7 +582,7 @@ exercises.check_to_channels_last(to_channels_last)
 #     return model, images.to(memory_format=torch.channels_last)
 # ```
 #
-# A tensor's `to` returns a new tensor, and the function above does not use it.
+# A tensor's `to` returns a new tensor, and the function in the exercise does not use it.
 #
 # </details>
 #

@@ -295,8 +295,8 @@ def try_all(config, setups, device_type):
 
 # %% [markdown]
 # Before you run this: will the losses on four processes be nearer to those of one process in fp32 or in
-# bf16? In fp32 we allow a difference of 2^-14, because another summation order changes the result a
-# little over twelve steps. In bf16 we allow 2^-6, four times its rounding error.
+# bf16? In fp32 we allow a difference of 2^-14, because another order of the sum changes the result
+# slightly in each step. In bf16 we allow 2^-6, four times its rounding error.
 
 # %% tags=["nbval-ignore-output"]
 TOLERANCES = {"fp32": 2.0**-14, "bf16": 2.0**-6}
@@ -345,7 +345,7 @@ _ = figures.sent_bytes(bars, most)
 # - With **`reduce_dtype=bf16`**, the bytes of the gradients halve as well.
 #
 # With four ranks, sums in bf16 do not change the losses visibly. But [the first
-# cell](#The-idea-in-five-lines) showed that they lose more precision with more ranks. So send weights
+# cell](#The-idea-in-five-lines) showed that such sums lose more precision with more ranks. So send weights
 # in bf16, and sum gradients in fp32.
 #
 # The next cell checks these ratios.
@@ -403,8 +403,8 @@ assert decided[0]["DDP", "gradient"][1] == []
 # stays on its rank. With FSDP2, each rank has a different shard of the gradients. So `unscale_` tells all
 # ranks whether any gradient has overflowed.
 #
-# So a plain `GradScaler` is enough for both engines. With FSDP2, `clip_grad_norm_` after `unscale_` also
-# computes the norm of the whole gradient, not of one shard ([PyTorch's
+# So a plain `GradScaler` is enough for both engines. Clipping works too: with FSDP2,
+# `clip_grad_norm_` after `unscale_` computes the norm of the whole gradient, not of one shard ([PyTorch's
 # test](https://github.com/pytorch/pytorch/blob/main/test/distributed/_composable/fsdp/test_fully_shard_clip_grad_norm_.py)).
 #
 # If you average gradients yourself, **average them before the scaler checks them**. Otherwise the rank
@@ -420,7 +420,7 @@ assert decided[0]["DDP", "gradient"][1] == []
 #
 # You can load a sharded checkpoint in a different number of processes.
 # [`torch.distributed.checkpoint`](https://docs.pytorch.org/docs/stable/distributed.checkpoint.html)
-# writes a folder with a file from each rank. Each rank loads only the parts of its new shards:
+# writes a folder with a file from each rank. Each rank reads only what its new shards need:
 # `get_state_dict` returns the tensors of this rank, and `dcp.load` fills them in place. <!-- tests/notebooks/test_11_scale_out.py -->
 
 

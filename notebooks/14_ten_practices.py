@@ -80,7 +80,7 @@ for dtype in (fp16, bf16):
 # | 4. Only the forward pass in autocast | right | see [below](#Only-the-forward-pass-in-autocast) |
 # | 5. No casts by hand | right | autocast runs most ops that need fp32 in fp32 ([an exception](09_xray_your_model.ipynb#The-surprise-in-cross-entropy)), but it cannot undo the rounding of a `.half()` ([02](02_autocast_dtypes.ipynb)) |
 # | 6. Always use the scaler | only for fp16 | bf16 has the range of fp32, so small gradients do not underflow ([01](01_number_formats.ipynb)) |
-# | 7. Tune the initial scale and the growth interval | rarely needed | the scaler soon halves a scale that is too high; with a short interval, the scale overflows more often, so more steps are skipped ([03](03_grad_scaler_step_by_step.ipynb)) |
+# | 7. Tune the initial scale and the growth interval | rarely needed | the scaler soon halves a scale that is too high; if the scale grows more often (a short interval), more steps overflow and are skipped ([03](03_grad_scaler_step_by_step.ipynb)) |
 # | 8. Stay current with PyTorch | right | old names raise a warning and may be removed; `python -W error::FutureWarning` makes your tests fail on them ([13](13_from_apex.ipynb)) |
 # | 9. Try larger batches | right for memory | AMP makes activations about half as large, so nearly twice the batch fits if activations take most of the memory ([09](09_xray_your_model.ipynb)); measure whether it is faster ([10](10_speed_ladder.ipynb)) |
 # | 10. Profile before and after | right | see [below](#Profile-before-and-after) |
@@ -252,8 +252,8 @@ for precision, (found, events) in profiles.items():
 
 # %% [markdown]
 # For each precision you see the time of all ops, the number of casts, and the four ops that took the most
-# time. The backward pass of the convolutions comes first in both profiles, and takes less time in bf16. A
-# profiler slows the step down, so use `amp_lab.compare` to measure the speed-up.
+# time. The backward pass of the convolutions comes first in both profiles, and takes less time in 16 bits.
+# A profiler slows the step down, so use `amp_lab.compare` to measure the speed-up.
 #
 # **Verdict: right.** A profile shows which ops stay in fp32, and whether the casts take much time.
 #

@@ -170,7 +170,7 @@ _ = figures.sqnr_by_format(errors)
 # - In `nvfp4` it is the whole tensor too. All blocks share the fp32 scale. The outlier makes it so large
 #   that the other blocks would need block scales too small for E4M3.
 # - In `fp8-1x128` and the MX formats (`mxfp8`, `mxfp4`), it is one block in each row. In the MX formats,
-#   this is an eighth of the values. If all of them become zero, the SQNR falls to 9 dB.
+#   this is an eighth of the values. If all of them become zero, the SQNR falls to 9 dB (10 log10 8).
 #
 # The next cell checks this and prints how many bits each value takes, with its share of the scale. A
 # scale of 8 bits for 32 values adds 0.25 bits to each value:
@@ -461,9 +461,10 @@ report
 # one format. A star marks a layer that is better left in 16 bits. *Look at* gives the reason for each star:
 #
 # - The large feature ruins the two layers around it, `blocks.1.up` and `blocks.1.down`, in every format.
-#   The error is largest if the whole tensor shares a scale.
-# - The head, `token.weight`, has a star and no SQNR, because its output size is 88. On a GPU, FP8 matmuls
-#   need multiples of 16 ([what to pad](08g_speed_and_memory.ipynb#A-size-is-not-a-multiple-of-16-or-8)).
+#   The error is largest if the whole tensor shares a scale (`fp8` and `nvfp4`).
+# - The head, `token.weight`, always has a star. It has no SQNR, because its output size is 88, and on a GPU
+#   FP8 matmuls need multiples of 16 ([what to
+#   pad](08g_speed_and_memory.ipynb#A-size-is-not-a-multiple-of-16-or-8)).
 #
 # The last rows show the errors of the whole model, with the starred layers in 16 bits. `layers` counts the
 # layers without a star. The verdict *accurate enough in one step* means that the errors are below wide

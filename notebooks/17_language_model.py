@@ -209,8 +209,8 @@ print(f"two seeds in fp32 differ by up to {between_seeds:.2g}")
 # - the gradient of the log-softmax in fp32;
 # - the gradient of the logits in fp32.
 #
-# The fp32 copy of the logits has been freed by then. <!-- tests/notebooks/test_17_language_model.py --> We
-# compute the sizes for a batch of 8 x 2048 tokens:
+# The copy that `.float()` makes has been freed by then. <!-- tests/notebooks/test_17_language_model.py -->
+# We compute the sizes for a batch of 8 x 2048 tokens:
 
 # %%
 values = 8 * 2048 * 128_256
@@ -436,8 +436,8 @@ for name, limit in (("fp32", 1e-3), ("bf16", 0.5)):
 #
 # On another device or with other libraries, the same bits are [not
 # guaranteed](https://docs.pytorch.org/docs/stable/notes/numerical_accuracy.html). `amp-lab diff
-# --batch-sizes` shows whether two batch sizes differ by more than rounding, and which op differs
-# first. <!-- tests/difference/test_first_difference.py -->
+# --batch-sizes` shows whether the results of two batch sizes differ by more than rounding, and which op
+# differs first. <!-- tests/difference/test_first_difference.py -->
 #
 # **The cache** has a dtype too. If a Llama model of transformers has fp32 weights and runs under
 # autocast, it rotates the keys with fp32 cosines. Its cache is then fp32 and takes twice the memory of a bf16
