@@ -535,3 +535,11 @@ def test_blocked_ops_of_onnx_overflow_between_two_of_them(norm_and_input):
     blocked = names["blocked"]
     left = float16.convert_float_to_float16(file, keep_io_types=True, op_block_list=blocked)
     assert not run(left, x).any()  # every square became infinite
+
+
+def test_adapters_on_fp8_layers_of_transformers_can_be_trained():
+    transformers = pytest.importorskip("transformers")
+    from transformers.quantizers import quantizer_finegrained_fp8 as quantizers
+
+    config = transformers.FineGrainedFP8Config()
+    assert quantizers.FineGrainedFP8HfQuantizer(config).is_trainable

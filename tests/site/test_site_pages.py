@@ -386,7 +386,8 @@ def small_root(folder: Path, readme: str) -> Path:
     (folder / "src" / "amp_lab" / "__init__.py").write_text('"""Doc."""\n_EXPORTS = {}\n')
     data = folder / "src" / "amp_lab" / "failures" / "data"
     data.mkdir(parents=True)
-    reference = {"subject_words": [], "synonyms": {}, "questions": {}, "clues": {}}
+    dictionaries = ("synonyms", "questions", "clues", "named", "described")
+    reference = dict.fromkeys(dictionaries, {}) | {"subject_words": []}
     reference["pages"] = [{"page": "README.md", "title": "Title", "words": ""}]
     (data / "search.json").write_text(json.dumps(reference))
     toml = '[[section]]\ncaption = "A"\npages = ["api/index.md"]\n[playgrounds]\n'

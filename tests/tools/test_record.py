@@ -187,8 +187,8 @@ def test_a_result_of_a_gpu_in_the_table_is_accepted(tmp_path, device):
         ("bench", without(bench(), "trusted"), "trusted"),
         ("bench", bench() | {"trusted": "yes"}, "'trusted' is 'yes', but must be of type bool"),
         ("bench", with_row(median_s=-1.0), "'median_s' is -1"),
-        ("bench", with_row(speedup=float("nan")), "NaN does not fit"),
-        ("bench", with_row(speedup=float("inf")), "Infinity does not fit"),
+        ("bench", with_row(speedup=float("nan")), "NaN is no number"),
+        ("bench", with_row(speedup=float("inf")), "Infinity is no number"),
         ("bench", with_row(speedup=5.0), "speedup: 5 lies outside of its interval, 0.98 to 1.02"),
         (
             "bench",

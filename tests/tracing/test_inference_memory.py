@@ -112,7 +112,12 @@ def test_weights_in_eight_bits_take_what_torchao_stores():
 def test_four_bits_have_a_scale_and_a_zero_point_in_bf16_for_each_group():
     four = next(weights for weights in QUANTIZED_WEIGHTS if weights.name == "int4")
     assert four.bytes_of(rows=16, columns=256) == 16 * 256 // 2 + 16 * 2 * (2 + 2)
-    assert four.bytes_of(rows=1, columns=130) == 65 + 2 * 4
+
+
+def test_a_weight_that_torchao_cannot_group_stays_in_16_bits():
+    """``Int4WeightOnlyConfig`` skips a layer whose inputs are no multiple of 128."""
+    four = next(weights for weights in QUANTIZED_WEIGHTS if weights.name == "int4")
+    assert four.bytes_of(rows=192, columns=192) == 192 * 192 * 2
 
 
 def test_a_weight_that_an_embedding_shares_stays_in_16_bits():

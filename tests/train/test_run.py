@@ -266,7 +266,7 @@ def test_a_whole_checkpoint_of_other_values_is_told_in_a_line(copy, capsys, chan
         ({"lr": None}, "'lr' is None"),
         ({"limit": []}, "'limit' is []"),
         ({"batch_size": 10**30}, "'batch_size' is 1e+30"),
-        ({"lr": float("nan")}, "NaN does not fit"),
+        ({"lr": float("nan")}, "NaN is no number"),
     ],
 )  # fmt: skip
 def test_settings_of_other_kinds_are_told_in_a_line(copy, capsys, changed, said):

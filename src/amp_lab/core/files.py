@@ -75,6 +75,8 @@ def _number(text: str) -> int | float:
     """
     value = float(text)
     if not math.isfinite(value):
+        if not text[-1].isdigit():  # NaN, Infinity or -Infinity
+            raise ValueError(f"{text} is no number in JSON")
         raise ValueError(f"{text[:20]} does not fit into 64 bits")
     is_integer = text.lstrip("-").isdigit()
     if is_integer and abs(value) < 2**63:

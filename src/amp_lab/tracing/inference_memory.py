@@ -6,7 +6,6 @@ A way is a precision, with autocast or cast weights: "fp32", "bf16 autocast", "b
 
 import dataclasses
 import functools
-import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -57,10 +56,15 @@ class QuantizedWeights:
     scale_bytes: int  # bytes of the scale and the zero point of a group, together
 
     def bytes_of(self, rows: int, columns: int) -> int:
-        """Bytes of a weight (rows, columns), including its scales and zero points."""
+        """Bytes of a weight (rows, columns), including its scales and zero points.
+
+        A weight whose rows cannot be divided into groups stays in 16 bits.
+        """
         groups_per_row = 1
         if self.group is not None:
-            groups_per_row = math.ceil(columns / self.group)
+            if columns % self.group:
+                return rows * columns * 2
+            groups_per_row = columns // self.group
         value_bytes = rows * columns * self.bits // 8
         return value_bytes + rows * groups_per_row * self.scale_bytes
 

@@ -169,7 +169,8 @@ class InferenceTable(ForecastTable):
         if any(forecast.way.startswith("int") for forecast in self.forecasts):
             yield (
                 "int8 and int4: the weights of linear layers are counted as torchao stores them, "
-                "and all other weights in 16 bits. Memory for unpacking in a kernel is not counted."
+                "and all other weights in 16 bits, also one that an embedding shares. Memory for "
+                "unpacking in a kernel is not counted."
             )
         if self.forecasts[0].decisions:
             yield self.forecasts[0].decisions

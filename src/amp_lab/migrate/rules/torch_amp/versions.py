@@ -7,6 +7,7 @@ from amp_lab.core.remedies import remedy
 from amp_lab.migrate.tree.amp_names import FIRST_TORCH
 from amp_lab.migrate.tree.rewriter import Finding
 
+# https://docs.pytorch.org/docs/2.1/amp.html: torch.autocast is new in 1.10.
 _FOR_OLDER_AUTOCAST = remedy(
     "migrate.for_older_autocast",
     "only autocast is rewritten, and the code must also support torch 1.10 or 1.11",
