@@ -387,7 +387,7 @@ def small_root(folder: Path, readme: str) -> Path:
     data = folder / "src" / "amp_lab" / "failures" / "data"
     data.mkdir(parents=True)
     dictionaries = ("synonyms", "questions", "clues", "named", "described")
-    reference = dict.fromkeys(dictionaries, {}) | {"subject_words": []}
+    reference: dict = {key: {} for key in dictionaries} | {"subject_words": []}
     reference["pages"] = [{"page": "README.md", "title": "Title", "words": ""}]
     (data / "search.json").write_text(json.dumps(reference))
     toml = '[[section]]\ncaption = "A"\npages = ["api/index.md"]\n[playgrounds]\n'
