@@ -119,7 +119,7 @@ assert torch.tensor(1e30).half() == math.inf
 # they have fewer significant bits.
 #
 # In the table, the normal range goes from the smallest normal number to the largest number. The last
-# column says how many decimal digits the mantissa is worth, with the 1 before it.
+# column gives the precision in decimal digits (the 1 before the mantissa counts too).
 
 # %%
 print(f"{'format':<10}{'smallest':<10}{'normal range':<24}{'eps':<7}digits")
@@ -149,9 +149,9 @@ _ = figures.range_and_spacing(pictured)
 # In the upper half, each bar shows the range of a format. The bars of fp32, tf32 and bf16 are more than 250
 # powers of two long. The bars of fp16 and fp8 are short, and a quarter of fp16's bar is subnormal (hatched).
 #
-# The lower half shows the relative spacing at each power of two. Each line is flat at eps where its numbers
-# are normal, because **the spacing grows with the number**. (Between powers of two, the relative spacing falls
-# to eps/2.) Below the normal numbers, the line rises to the left. It ends at 2^0, at the smallest positive
+# The lower half shows the relative spacing at each power of two. Where its numbers are normal, each line is
+# flat at eps, because **the spacing doubles with each power of two**. (Between these points, which the figure
+# leaves out, the relative spacing falls to eps/2.) Below the normal numbers, the line rises to the left. It ends at 2^0, at the smallest positive
 # number, because the next number is twice as large.
 # <!-- tests/notebooks/test_01_number_formats.py -->
 #
@@ -235,8 +235,8 @@ assert torch.tensor(2.0**-25).half() == 0  # a tie between 0 and 2^-24, and zero
 
 # %% [markdown]
 # Down to 2^-14 the error is about 0.01 %, less than fp16's eps/2 (0.05 %). Below 2^-14 the number is
-# subnormal and loses a bit with each power of two. At 2^-24 a single bit is left, so 1.7 x 2^-24 is rounded
-# to 2^-23, and 1.7 x 2^-26 becomes zero. Some matrix units, such as those of AMD's MI200, [flush subnormal
+# subnormal and loses a bit with each power of two. Between the neighbours 2^-24 and 2^-23 there is no
+# number, so 1.7 x 2^-24 is rounded to 2^-23, and 1.7 x 2^-26 becomes zero. Some matrix units, such as those of AMD's MI200, [flush subnormal
 # fp16 and bf16 numbers to zero](https://docs.pytorch.org/docs/stable/notes/numerical_accuracy.html#reduced-precision-fp16-and-bf16-gemms-and-convolutions-on-amd-instinct-mi200-devices).
 #
 # ## Swamping
@@ -359,7 +359,8 @@ assert not torch.backends.cuda.matmul.allow_fp16_accumulation
 # Are gradients really that small? We train a small network on scikit-learn's handwritten digits in fp32
 # ([`course/digits.py`](course/digits.py)), and look at the gradients with respect to the *activations*
 # before and after training. Under autocast in fp16, most gradients of activations [pass through
-# fp16](02_autocast_dtypes.ipynb#Backward:-no-autocast-there). First we print the gradients of the logits.
+# fp16](02_autocast_dtypes.ipynb#Backward:-no-autocast-there). First we print the median size of
+# the logits' gradients.
 
 # %% tags=["nbval-ignore-output"]
 images, labels = load_images(device)
@@ -407,8 +408,8 @@ _ = figures.gradients_against_fp16(gradients.abs().log2(), scales=(1, 2**16))
 #
 # - **Scale 1, or 2^0 (above):** nearly all gradients lie in the two grey areas on the left, and more than
 #   a third become zero.
-# - **Scale 2^16 (below):** all gradients move 16 units to the right, and nothing else changes. Fewer than
-#   2 % become zero. `torch.amp.GradScaler` starts with this scale.
+# - **Scale 2^16 (below):** all gradients move 16 units to the right, and nothing else changes. Almost none
+#   (fewer than 2 %) become zero. `torch.amp.GradScaler` starts with this scale.
 #
 # In bf16 none of these gradients becomes zero, so bf16 needs no scaler here.
 #

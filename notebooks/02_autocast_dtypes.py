@@ -10,8 +10,8 @@
 # # Predict the dtype of every op under autocast
 #
 # **What you'll do.** Find out, op by op, which dtype an op returns under `torch.autocast`. Follow the
-# casts through a forward and a backward pass, switch them off for one region, and make a function of your
-# own follow the same rules. At the end, compare the rules of a CPU with those of CUDA.
+# casts through a forward and a backward pass, switch autocast off for one region, and make a function of
+# your own follow the same rules. At the end, compare the rules of a CPU with those of CUDA.
 #
 # **What you'll learn.**
 # - the four things that autocast can do with an op, and three questions that tell you which;
@@ -68,12 +68,13 @@ assert defaults == [torch.bfloat16] + [torch.float16] * 3
 # ## Four things that can happen to an op
 #
 # Each backend has [a list of ops](https://docs.pytorch.org/docs/stable/amp.html#autocast-op-reference). An
-# op on the list has one of three policies, and other ops are left alone:
+# op on the list has one of three policies (but on CUDA `binary_cross_entropy` is an error). Other ops are
+# left alone:
 #
 # | policy | what autocast does | typical ops |
 # |---|---|---|
 # | lower precision | casts the inputs to `low` | `linear`, `conv2d`, `matmul` |
-# | fp32 | casts the inputs to fp32, or sets `dtype=torch.float32` | most losses; on a GPU also `exp`, `softmax` and `layer_norm` |
+# | fp32 | casts the inputs to fp32, or passes `dtype=torch.float32` to the op | most losses; on a GPU also `exp`, `softmax` and `layer_norm` |
 # | promote | casts the inputs to fp32 if one of them is fp32; otherwise they stay in `low` | a few ops that combine tensors, such as `index_copy` and `cat` on a CPU |
 # | (not on the list) | nothing: the op runs in the dtype of its inputs | `relu`, `add`, `mean` |
 #
@@ -185,7 +186,7 @@ assert (inside.float() @ wide).dtype is torch.float32
 # ## Backward: no autocast there
 #
 # `OpLog` records each op that PyTorch calls, and the dtypes of its tensor arguments. A cast by autocast
-# appears as `_to_copy`. We run one training step with a single weight: the forward pass under autocast,
+# appears as `_to_copy`, with the dtype that it casts *from*. We run one training step with a single weight: the forward pass under autocast,
 # the backward pass outside. Before you run this: in which dtype will the backward pass multiply?
 
 # %%
@@ -286,8 +287,8 @@ assert torch.equal(fresh, 2 * before)
 # The weight has doubled, but the matmul in the same block still uses the old cast. There is no error.
 # **Put one block around each forward pass, and never one around the whole training loop.**
 #
-# The cache does not check dtypes either: an fp16 block inside a bf16 block may get a weight's bf16 cast.
-# So give the inner block `cache_enabled=False`.
+# The cache does not check dtypes either: if a bf16 block has used a weight, an fp16 block inside it gets
+# the bf16 cast. So give the inner block `cache_enabled=False`.
 # <!-- tests/notebooks/test_02_autocast_dtypes.py -->
 #
 # ## Your own autograd functions
@@ -322,8 +323,8 @@ print(error_of(output.float().sum().backward))
 #
 # If a function works in one dtype only, such as a kernel that you wrote for fp32, pass that dtype to
 # `custom_fwd` as `cast_inputs`. In a block, `custom_fwd` then casts the eligible arguments to that dtype
-# and switches autocast off inside `forward` and `backward`. Then `forward` must also return that dtype.
-# The gradient that `backward` gets has the dtype of the output, and it has to match the saved tensors.
+# and switches autocast off inside `forward` and `backward`. `forward` must also return that dtype, because
+# `backward` gets a gradient in the dtype of the output, and this dtype must match the saved tensors.
 #
 # We decorate the methods of `Product` in both ways. In your code, write the decorators with `@`.
 
@@ -391,9 +392,8 @@ assert {"exp", "log", "pow", "sum", "softmax", "layer_norm", "cumsum"} <= cuda -
 # You can see CUDA's dtypes without CUDA, because autocast casts *before* PyTorch chooses a kernel. A
 # **fake tensor** has a device, a shape and a dtype, but no data, so its device need not exist. `policy_of`
 # makes all tensors in its block fake and enables autocast for the device that you name. We give each op an
-# input in low precision. For an fp32 input, two kinds of ops would return fp32: those with the policy
-# fp32, and those that are not on the list. Before you look: which ops will return fp32 on CUDA, but not
-# on the CPU?
+# input in low precision, because for an fp32 input even ops that are not on the list would return fp32.
+# Before you look: which ops will return fp32 on CUDA, but not on the CPU?
 
 # %%
 grid = {}
@@ -439,7 +439,7 @@ assert all(table[name][1] == predicted for name, predicted in here.items())
 # - An fp32 island needs `enabled=False`, and `.float()` on its inputs.
 # - Outside of `inference_mode` the cache keeps the casts of trained weights until the outermost block
 #   ends. So do not change a weight inside a block.
-# - Autograd functions that call listed ops usually need `custom_fwd` and `custom_bwd`.
+# - With `custom_fwd` and `custom_bwd`, an autograd function casts in `backward` as in `forward`.
 # - CPU and CUDA each list more than 110 ops, but share only 39.
 #
 # Next: [notebook 03](03_grad_scaler_step_by_step.ipynb) follows a `GradScaler` through a training step.

@@ -170,7 +170,7 @@ assert layer.weight.grad.dtype is torch.float32
 # converted them to fp32, the dtype of their parameters.
 #
 # `unscale_` divides the gradients by the scale, in place, and records whether any of them is infinite or
-# NaN. Call `unscale_` before you clip or log gradients, because they are still 4096 times too large. A loop
+# NaN. Until then they are 4096 times too large, so call `unscale_` before you clip or log gradients. A loop
 # that does neither can leave out the call. `step` then unscales the gradients itself.
 
 # %%
@@ -229,8 +229,8 @@ assert "unscale_() has already been called" in message
 # ## An overflow: the step is skipped, the scale halves
 #
 # The largest fp16 number is 65504. In our network the output serves as the loss, and it is an fp16 tensor.
-# The backward pass first computes the gradient of this tensor. The gradient is in fp16 too, and its value
-# is the scale. A scale of 131072 (2^17) does not fit into fp16, so this gradient is infinite. `train_step`
+# The backward pass first computes the gradient of this tensor. The gradient is in fp16 too. Its value is the
+# scale, because the scaled loss is scale x output. A scale of 131072 (2^17) does not fit into fp16, so this gradient is infinite. `train_step`
 # contains the lines of the step above, without `unscale_`, and prints the result.
 
 
@@ -291,8 +291,8 @@ assert torch.amp.GradScaler(device.type).get_growth_interval() == 2000
 #
 # With both rules, the scale climbs until a gradient overflows, then halves and climbs again. To plot
 # this, we fit a linear layer to noisy data, with a growth interval of 10. This time the loss is
-# `mse_loss`, which autocast runs in fp32. So the scale may exceed 65504: only the gradients of fp16
-# tensors have to fit into fp16.
+# `mse_loss`, which autocast runs in fp32. So the scale may exceed 65504: the scale is the gradient of the
+# loss, which is fp32 here. Only the gradients of fp16 tensors have to fit into fp16.
 
 # %%
 torch.manual_seed(0)
@@ -332,8 +332,8 @@ assert max(scales) > 65504
 # skipped and the scale halves. The crosses are at different heights, because every batch has a different
 # largest gradient. The loss still ends at the level of the noise.
 #
-# By default each doubling needs 2000 good steps. A scale that stays in the same range halves only as often
-# as it doubles. So there are at least about 2000 good steps for each skipped one.
+# Each skipped step halves the scale. If the scale stays in the same range, a doubling has to make up for
+# each halving. By default a doubling needs 2000 good steps, so at most about 1 step in 2000 is skipped.
 #
 # ## What a scaler costs
 #

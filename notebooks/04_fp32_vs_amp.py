@@ -168,8 +168,8 @@ with Precision.FP32.float32_mode("cpu"):
 
 # %% [markdown]
 # We compare FP32 with each precision that this device accelerates ([only fp16 on a
-# T4](../docs/hardware.md#t4-v100-and-rtx-20)), the fastest last. `describe_device` finds these precisions
-# by timing a matmul in each. If there are none, we use bf16 anyway, to show what it costs to emulate bf16.
+# T4](../docs/hardware.md#t4-v100-and-rtx-20)). `describe_device` finds these precisions by timing a matmul
+# in each. We list the fastest last. If there are none, we use bf16 anyway, to show what it costs to emulate bf16.
 # <!-- tests/core/test_device.py -->
 
 # %% tags=["nbval-ignore-output"]
@@ -203,7 +203,7 @@ for loss in losses.values():  # (seeds, epochs)
 
 # %% [markdown]
 # Each line is the mean loss over the seeds, on a logarithmic axis. The band around a line reaches from
-# the lowest seed to the highest. On two CPU cores the two lines nearly coincide, and the bands overlap nearly
+# the lowest seed to the highest. With two CPU threads the two lines nearly coincide, and the bands overlap nearly
 # everywhere.
 #
 # To put a number on the difference, we average the loss of each run over the last ten epochs:
@@ -258,8 +258,8 @@ for picture in pictures.values():
 # - It computes the speed-up within each round, and reports the median with its 95 % interval in
 #   brackets. <!-- tests/core/test_timing.py -->
 #
-# A measured time can still be wrong. So `is_possible` checks that no time is too short. It divides the
-# step's floating-point operations (FLOP) by the time, and compares the result with the rate of a matmul on
+# A measured time can still be wrong. So `is_possible` checks that no time is shorter than the device
+# allows. It divides the step's floating-point operations (FLOP) by the time, and compares the result with the rate of a matmul on
 # this device.
 # <!-- tests/notebooks/test_04_fp32_vs_amp.py -->
 #
@@ -292,7 +292,7 @@ assert all(is_possible(inference, p, inference_flops, report) for p in precision
 assert inference_flops < 0.5 * training_flops  # the backward pass is most of a step
 
 # %% [markdown]
-# On these two CPU cores, inference gained less than training. On your device it may gain more, so measure
+# With two CPU threads, inference gained less than training. On your device it may gain more, so measure
 # both.
 #
 # ## Memory of a training step
@@ -340,7 +340,8 @@ _ = figures.time_and_memory(
 # The
 # [article](https://rocm.blogs.amd.com/artificial-intelligence/automatic-mixed-precision/README.html) with
 # this problem contains one mistake of wording and four of measuring. We print the times and the memory that
-# it reports, from an unnamed AMD GPU. It calls the gain in training a speed-up of 46 %.
+# it reports, from an unnamed AMD GPU. The article calls the gain in training a
+# speed-up of 46 %.
 
 # %%
 article = {"training": (13.98, 7.50, 2061, 1035), "inference": (4.24, 2.87, 3338, 1676)}
