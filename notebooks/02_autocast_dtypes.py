@@ -68,8 +68,8 @@ assert defaults == [torch.bfloat16] + [torch.float16] * 3
 # ## Four things that can happen to an op
 #
 # Each backend has [a list of ops](https://docs.pytorch.org/docs/stable/amp.html#autocast-op-reference). An
-# op on the list has one of three policies (but on CUDA `binary_cross_entropy` is an error). Other ops are
-# left alone:
+# op on the list has one of three policies (but on CUDA and XPU, `binary_cross_entropy` is an error). Other
+# ops are left alone:
 #
 # | policy | what autocast does | typical ops |
 # |---|---|---|
@@ -263,7 +263,7 @@ for kind, count in counts.items():
 assert list(counts.values()) == [1, 5, 5, 5]
 
 # %% [markdown]
-# Only the trained weight was cast once. The cache holds **leaf tensors that require a gradient**: the
+# Only the trained weight was cast once, with the cache on. The cache holds **leaf tensors that require a gradient**: the
 # parameters that you train. Under `torch.inference_mode` [the cache holds
 # nothing](https://github.com/pytorch/pytorch/pull/165068), so every use casts the weight.
 #
@@ -323,8 +323,9 @@ print(error_of(output.float().sum().backward))
 #
 # If a function works in one dtype only, such as a kernel that you wrote for fp32, pass that dtype to
 # `custom_fwd` as `cast_inputs`. In a block, `custom_fwd` then casts the eligible arguments to that dtype
-# and switches autocast off inside `forward` and `backward`. `forward` must also return that dtype, because
-# `backward` gets a gradient in the dtype of the output, and this dtype must match the saved tensors.
+# and switches autocast off inside `forward` and `backward`. `forward` must also return that dtype:
+# the saved tensors have it, and the gradient that `backward` gets has the dtype of the output. The two
+# must match.
 #
 # We decorate the methods of `Product` in both ways. In your code, write the decorators with `@`.
 

@@ -526,8 +526,8 @@ exercises.check_number_of_casts(number_of_casts)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# For each layer, write down which inputs do not have the dtype in which the layer computes. Weights and
-# biases are inputs too. On CUDA, a norm computes in fp32.
+# For each layer, write down the dtype in which it computes. Then count the inputs that have another dtype.
+# Weights and biases are inputs too. On CUDA, a norm computes in fp32.
 #
 # </details>
 #

@@ -398,9 +398,9 @@ assert decided[0]["FSDP2", "gradient"][1] == [("all_reduce", 1)]  # what `unscal
 assert decided[0]["DDP", "gradient"][1] == []
 
 # %% [markdown]
-# Only one case goes wrong: DDP with an overflow in the gradient. With DDP, the scalers agree because the
-# *gradients* agree: the average spreads one rank's infinity to all ranks. An overflow after the average
-# stays on its rank. With FSDP2, each rank has a different shard of the gradients. So `unscale_` tells all
+# Rank 0 fails to skip in one case only: DDP, with an infinity that we put into a gradient after the average.
+# This does not happen in ordinary training. There, the average spreads one rank's infinity to all ranks,
+# so the scalers agree. With FSDP2, each rank has a different shard of the gradients. So `unscale_` tells all
 # ranks whether any gradient has overflowed.
 #
 # So a plain `GradScaler` is enough for both engines. Clipping works too: with FSDP2,

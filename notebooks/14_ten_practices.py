@@ -261,7 +261,7 @@ for precision, (found, events) in profiles.items():
 #
 # - Eight of the ten practices are right. You need the scaler only for fp16, and its settings rarely need
 #   a change.
-# - End the autocast block before `backward`. If you do not, PyTorch does not warn you.
+# - End the autocast block before `backward`. PyTorch gives no warning if `backward` runs inside the block.
 # - A profile with `record_shapes=True` shows the dtype of each op and the casts.
 #
 # ## Exercises

@@ -199,8 +199,8 @@ print(f"two seeds in fp32 differ by up to {between_seeds:.2g}")
 #
 # ## The loss over a large vocabulary
 #
-# Our vocabulary has one entry for each character that occurs. Llama 3 has [128,256
-# tokens](https://github.com/pytorch/torchtune/blob/main/torchtune/models/llama3/_model_builders.py). With
+# Our vocabulary has one entry for each character that occurs. The vocabulary of Llama 3 has [128,256
+# entries](https://github.com/pytorch/torchtune/blob/main/torchtune/models/llama3/_model_builders.py). With
 # many tokens in a batch, the logits can be the largest tensor of the step. At the peak of the backward
 # pass, four tensors of this shape are in memory:
 #

@@ -14,7 +14,7 @@
 #
 # **What you'll learn.**
 # - which precision to start with on your hardware;
-# - what the fp32 modes `highest`, `high` and `medium` change;
+# - what `highest`, `high` and `medium` change in fp32 matmuls;
 # - how to run a model that was trained in bf16 on a GPU without bf16;
 # - what Lightning, accelerate, transformers and Keras mean by "mixed", "true" and "bf16".
 #
@@ -149,16 +149,16 @@ print("T4, a model trained in bf16:", choose(turing, "infer", trained_in="bf16")
 # | GTX 16 | fp16 gives NaN in some models ([report](https://github.com/pytorch/pytorch/issues/58123), [another report](https://github.com/pytorch/pytorch/issues/77955)) | use fp32 |
 # | V100, GTX 10 | PyTorch 2.14 for CUDA 12.6 is [the last version with kernels for these GPUs](https://github.com/pytorch/pytorch/issues/190385) | install this version |
 # | V100, T4, RTX 20 | these GPUs [emulate bf16 and have no TF32](../docs/hardware.md#t4-v100-and-rtx-20) | use fp16 |
-# | RTX 30, 40, 50 | according to data sheets ([40](https://images.nvidia.com/aem-dam/Solutions/geforce/ada/nvidia-ada-gpu-architecture.pdf), [50](https://images.nvidia.com/aem-dam/Solutions/geforce/blackwell/nvidia-rtx-blackwell-gpu-architecture.pdf)), fp16 matmuls that add in fp16 are twice as fast as those that add in fp32. PyTorch adds in fp32 | expect the lower rate |
+# | RTX 30, 40, 50 | according to the data sheets of [RTX 40](https://images.nvidia.com/aem-dam/Solutions/geforce/ada/nvidia-ada-gpu-architecture.pdf) and [RTX 50](https://images.nvidia.com/aem-dam/Solutions/geforce/blackwell/nvidia-rtx-blackwell-gpu-architecture.pdf), fp16 matmuls that add in fp16 are twice as fast as those that add in fp32. By default, PyTorch adds in fp32 | expect half of the fp16 rate in the data sheet |
 # | MI210, MI250 | 16-bit matmuls treat subnormals as 0, so PyTorch [casts fp16 inputs to bf16 in backward matmuls](https://docs.pytorch.org/docs/stable/notes/numerical_accuracy.html) | use bf16 |
 # | MI300 | its FP8 is *fnuz*: the same bits stand for half the value that they have on other GPUs | see [notebook 15](15_below_16_bits.ipynb) |
 # | Arc A | `GradScaler` needs float64, which Arc A lacks ([Arc B has float64](https://github.com/pytorch/pytorch/issues/147731)) | use bf16; PyTorch calls the device `xpu` |
-# | Apple M | bf16 [needs macOS 14](https://github.com/pytorch/pytorch/issues/139386); M1 and M2 [emulate bf16](https://github.com/huggingface/transformers/pull/40458) | start with fp32 on M1 to M4 |
+# | Apple M | bf16 [needs macOS 14](https://github.com/pytorch/pytorch/issues/139386); M1 and M2 [emulate bf16](https://github.com/huggingface/transformers/pull/40458) | M1 to M4: use fp32 |
 # | CPUs | [fp16 can be as fast as fp32, or 60 times slower](../data/results/README.md) | use fp16 only if `amp-lab doctor` shows that fp16 is fast |
 #
-# On these RTX GPUs, `torch.backends.cuda.matmul.allow_fp16_accumulation = True` lets PyTorch add in fp16, at
-# the higher rate. Use this setting only for inference, because sums in fp16 can overflow or lose small
-# summands ([notebook 01](01_number_formats.ipynb)).
+# On an RTX 30, 40 or 50, you can make PyTorch add in fp16: `torch.backends.cuda.matmul.allow_fp16_accumulation =
+# True`. Use this setting only for inference, because sums in fp16 can overflow or lose small summands
+# ([notebook 01](01_number_formats.ipynb)).
 #
 # Why do subnormals matter on an MI210 or MI250? Gradients of about 1e-5 are ordinary. We count how many of
 # them become 0:
@@ -175,15 +175,16 @@ assert lost < 0.01 < 0.99 < flushed
 assert not (gradients.bfloat16() == 0).any()
 
 # %% [markdown]
-# Without subnormals, nearly all of these gradients become 0 in fp16 unless you scale the loss. In bf16, no
-# gradient becomes 0.
+# Without subnormals, nearly all of these gradients would become 0 in fp16. PyTorch's cast to bf16 prevents
+# this. But then fp16 is no more accurate than bf16 in backward matmuls. So use bf16 from the start.
 #
 # ## What fp32 means
 #
 # From Ampere on, NVIDIA's GPUs can multiply fp32 tensors as
 # [**TF32**](https://docs.pytorch.org/docs/stable/notes/cuda.html#tensorfloat-32-tf32-on-ampere-and-later-devices),
-# which keeps 11 of the inputs' 24 bits. PyTorch has separate modes for matmuls and convolutions.
-# `torch.set_float32_matmul_precision` changes only the modes for matmuls:
+# which keeps 11 of the inputs' 24 bits. Three modes matter here: one for matmuls
+# on CUDA, one for matmuls on a CPU, and one for convolutions on CUDA. `torch.set_float32_matmul_precision` changes the
+# first two:
 #
 # | `set_float32_matmul_precision` | matmuls on CUDA | matmuls on a CPU |
 # |---|---|---|
@@ -191,8 +192,8 @@ assert not (gradients.bfloat16() == 0).any()
 # | `"high"` | TF32 | TF32, if the CPU has TF32 |
 # | `"medium"` | TF32 | bf16, if the CPU has bf16 |
 #
-# By default, fp32 *convolutions* run in TF32 on CUDA. We can read the modes without a GPU. In the output,
-# `ieee` means fp32:
+# By default, fp32 *convolutions* run in TF32 on an NVIDIA GPU that has TF32. We can read the modes without a
+# GPU. In the output, `ieee` means fp32. It shows settings, not what your hardware can do:
 
 
 # %%
@@ -209,12 +210,13 @@ for name in ("highest", "high", "medium"):
 torch.set_float32_matmul_precision(before)
 
 # %% [markdown]
-# A CPU without TF32 also shows `tf32`. The modes for matmuls affect only [fp32
+# The modes for matmuls affect only [fp32
 # tensors](https://docs.pytorch.org/docs/stable/generated/torch.set_float32_matmul_precision.html). If you
 # train in fp32 on an RTX 30, an A100 or a later GPU, usually choose `"high"`. If a GPU's result differs from
 # a CPU's in the fourth digit, check the modes first, because the 11 bits of TF32 are three to four digits.
 #
-# For work that needs every digit, turn TF32 off for matmuls and convolutions:
+# For work that needs every digit, turn TF32 off for matmuls and convolutions. (In your code,
+# leave out the last line of the cell. It allows TF32 again for the next cells.)
 
 # %%
 kept = torch.backends.cudnn.allow_tf32
@@ -227,11 +229,11 @@ torch.backends.cudnn.allow_tf32 = kept
 # %% [markdown]
 # ### Old names and new ones
 #
-# Each mode has an old setting (such as `allow_tf32`) and a new setting (`fp32_precision`). If you set
-# `fp32_precision` to a value that contradicts `allow_tf32`, the next read of `allow_tf32` raises an error.
+# Each mode has old settings, such as `allow_tf32` or `torch.set_float32_matmul_precision`, and a new setting,
+# `fp32_precision`. If you change only `fp32_precision`, the next read of an old setting raises an error.
 # [Lightning](https://github.com/Lightning-AI/pytorch-lightning/issues/21256) and some versions of
 # [`torch.compile`](https://github.com/pytorch/pytorch/pull/189955) read old settings, even if your code
-# does not. We cause the error:
+# does not. We cause the error with an old function that reads the mode of matmuls:
 
 # %%
 matmul = torch.backends.cuda.matmul
@@ -255,7 +257,7 @@ assert torch.get_float32_matmul_precision() == before
 # ## Trained in bf16, on a GPU without it
 #
 # Many language models were trained in bf16, whose largest number is 3.4e38. The largest number of fp16 is
-# only 65504. The weights, inputs and outputs of the next model fit into fp16, but its hidden values do not.
+# only 65504. The weights, inputs and outputs of the next model do not overflow in fp16, but its hidden values do.
 # `largest_values` returns the largest magnitude that each module computes. The modules of an
 # `nn.Sequential` are called 0, 1 and 2:
 # <!-- tests/numerics/test_largest_values.py -->
@@ -300,7 +302,7 @@ assert not in_fp16.isfinite().all()
 # - **bf16** alone has three meanings. In accelerate and transformers it means mixed. In torchtune it means
 #   true. In DeepSpeed it means bf16 weights in the model and an fp32 copy of them in the optimizer.
 #
-# So we look at the dtypes in a training step, first without a framework (*state* is the optimizer's):
+# So we look at the dtypes in a training step, first without a framework (*state* is the state of the optimizer):
 
 
 # %%
@@ -403,7 +405,7 @@ assert set(rows["model.to(bfloat16)"]) == {"bfloat16"}
 #
 # - Start with bf16 where bf16 is fast, with fp16 and a scaler where only fp16 is fast, and with fp32
 #   on other hardware. Then measure your model.
-# - By default, fp32 matmuls run in fp32. On CUDA, fp32 convolutions run in TF32. Set each mode once, with
+# - By default, fp32 matmuls run in fp32. On an NVIDIA GPU with TF32, fp32 convolutions run in TF32. Set each mode once, with
 #   `torch.set_float32_matmul_precision` for matmuls and `torch.backends.cudnn.allow_tf32` for convolutions.
 # - Before you cast a bf16 model to fp16, look at its largest values.
 # - A "mixed" setting keeps fp32 weights. A "true" setting in 16 bits does not.
@@ -467,8 +469,8 @@ exercises.check_cases(answers)
 #
 # ### 2. Count the bits
 #
-# Complete `bits_left`. It returns how many significant bits of an input the function `product(a, b)`
-# keeps. To count the bits, find the largest k for which the product of 1 + 2^-k and 1 is still more than
+# The function `product(a, b)` may round its inputs. Complete `bits_left`, which returns how many significant
+# bits of an input are left. To count the bits, find the largest k for which the product of 1 + 2^-k and 1 is still more than
 # 1. `product` takes and returns fp32 tensors of shape (1, 1).
 
 

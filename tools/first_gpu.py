@@ -81,8 +81,11 @@ def machine(device: str) -> str:
     from amp_lab.core.device_facts import device_name
 
     command = ["git", "describe", "--always", "--dirty"]
-    described = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    commit = described.stdout.strip() or "no commit known"
+    try:
+        commit = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    except OSError:  # no git, as in the image
+        commit = ""
+    commit = commit or "no commit known"
     here = torch.device(device)
     is_here = torch.get_device_module(here).is_available()
     name = device_name(here) if is_here else f"no {device}"

@@ -91,6 +91,11 @@ def test_parts_that_are_not_timed_can_run_at_the_same_time(settings, tmp_path):
     ]
 
 
+def test_a_machine_without_git_is_described_too(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    assert first_gpu.machine.__wrapped__("cpu").endswith("no commit known")
+
+
 def test_what_there_is_no_time_for_is_said(settings):
     outcomes = run_parts([part("one", "pass"), part("two", "pass")], settings, 0)
     assert [one.status for one in outcomes] == ["no time left", "no time left"]
