@@ -150,9 +150,10 @@ _ = figures.range_and_spacing(pictured)
 # powers of two long. The bars of fp16 and fp8 are short, and a quarter of fp16's bar is subnormal (hatched).
 #
 # The lower half shows the relative spacing at each power of two. Where its numbers are normal, each line is
-# flat at eps, because **the spacing doubles with each power of two**. (Between these points, which the figure
-# leaves out, the relative spacing falls to eps/2.) Below the normal numbers, the line rises to the left. It ends at 2^0, at the smallest positive
-# number, because the next number is twice as large.
+# flat at eps, because **the spacing doubles with each power of two**. (The figure shows no other numbers. Just
+# below a power of two, the relative spacing is only eps/2.) For subnormal numbers, the relative spacing grows
+# as the numbers become smaller. At the smallest positive number it is 1, because the next number is twice as
+# large.
 # <!-- tests/notebooks/test_01_number_formats.py -->
 #
 # With 16 bits you have to choose: fp16 is finer (its dotted line lies on that of tf32), and bf16 is wider.

@@ -276,9 +276,9 @@ fastest = training.ratio(Precision.FP32, precisions[-1])
 assert device.type == "cpu" or not fastest.is_below(1)
 
 # %% [markdown]
-# Each line shows the time of a step and the speed-up over FP32, with its interval. AMP is faster if the
-# interval lies above 1x, and slower if it lies below 1x. If the interval contains 1x, this measurement
-# cannot tell. Here AMP is faster, because the CPU of this run has instructions for bf16.
+# Each line shows the time of a step. From the second line on, it also shows the speed-up over FP32 and its
+# interval. AMP is faster if the interval lies above 1x, and slower if it lies below 1x. If the interval
+# contains 1x, this measurement cannot tell. Here AMP is faster, because the CPU of this run has instructions for bf16.
 #
 # Inference runs only the forward pass, so it needs autocast but no scaler. Will inference gain more than
 # training, or less?

@@ -70,7 +70,7 @@ assert [row.dtype for row in result.rows] == [torch.float16, torch.float32, torc
 # **See each op.** PyTorch's
 # [dispatcher](https://docs.pytorch.org/devlogs/dispatcher/2026-04-16-how-does-the-dispatcher-work/) sends
 # an op through autocast and autograd to a kernel. A `TorchDispatchMode` sees each op right before its
-# kernel. By then autocast has inserted its casts, so the mode sees them as ops named `_to_copy`.
+# kernel. Autocast has inserted its casts before, so the mode sees them as ops named `_to_copy`.
 
 # %%
 SHORT = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}

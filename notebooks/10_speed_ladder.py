@@ -314,8 +314,8 @@ _ = figures.speed_ladder({f"ConvModel, {config['size']}x{config['size']} pixels"
 # ## Explain: count the bytes too
 #
 # The steps take longer than the limit, because the limit counts only matmuls. Normalisation, ReLU and their
-# gradients compute very little, but each of them reads and writes all activations. `count_step` adds up the
-# FLOPs of a step, and the bytes that its ops read and write. <!-- tests/bench/test_limits.py -->
+# gradients compute very little, but each of them reads and writes all activations. `count_step` counts
+# the FLOPs of a step, and the bytes that its ops read and write. <!-- tests/bench/test_limits.py -->
 
 # %% tags=["nbval-ignore-output"]
 steps = {"plain": plain_step(inputs, target), "AMP": amp_step(*new_model(), inputs, target)}

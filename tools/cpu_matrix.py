@@ -94,10 +94,11 @@ def main(argv: list[str] | None = None) -> int:
         if os.environ.get(name):
             print(f"cpu-matrix: {name} is set, which the runs set themselves", file=sys.stderr)
             return 2
-    missing = [path for path in options.paths if not (ROOT / path.partition("::")[0]).exists()]
-    if missing:
-        print(f"cpu-matrix: there is no {missing[0]}", file=sys.stderr)
-        return 2
+    for path in options.paths:
+        file = path.partition("::")[0]
+        if not (ROOT / file).exists():
+            print(f"cpu-matrix: there is no {path}", file=sys.stderr)
+            return 2
     chosen_names = options.only or MATRIX
     chosen = [run for run in RUNS if run.name in chosen_names]
     impossible = {}  # the reason by name
@@ -125,20 +126,37 @@ def outcome_of(run: Run, paths: Iterable[str] = ()) -> Outcome:
     print(f"\n=== {run.name}: {_as_text(run.settings)}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.xml")
-        command = [sys.executable, "-m", "pytest", "--junitxml", str(report), "--quiet"]
-        command += ["--numprocesses", str(run.processes), "--dist", "loadfile"]
-        command += ["--no-loadscope-reorder", "--durations", "5", *paths]
-        settings = {"TORCHINDUCTOR_CACHE_DIR": str(Path(folder, "kernels"))}
-        # As tests/conftest.py sets them, which pytest does not load for a path in notebooks/ alone.
-        threads = max(1, (os.cpu_count() or 1) // run.processes)
-        settings |= {"OMP_NUM_THREADS": str(threads), "AMP_LAB_DEVICE": "cpu"}
-        settings |= {"AMP_LAB_SCALE": "quick"} | run.settings
+        command = _pytest(run, report, paths)
+        environment = os.environ | _settings(run, Path(folder, "kernels"))
         start = time.monotonic()
-        code = subprocess.run(command, cwd=ROOT, env=os.environ | settings).returncode
+        code = subprocess.run(command, cwd=ROOT, env=environment).returncode
         outcome = Outcome(run, code, time.monotonic() - start)
         if report.exists():
             read_report(report, outcome)
     return outcome
+
+
+def _pytest(run: Run, report: Path, paths: Iterable[str]) -> list[str]:
+    """The command line of pytest, which writes a report."""
+    command = [sys.executable, "-m", "pytest", "--junitxml", str(report), "--quiet"]
+    command += ["--numprocesses", str(run.processes)]
+    command += ["--dist", "loadfile", "--no-loadscope-reorder"]
+    command += ["--durations", "5"]
+    return [*command, *paths]
+
+
+def _settings(run: Run, kernels: Path) -> dict[str, str]:
+    """The environment variables of a run, with an empty folder for compiled kernels."""
+    cores = os.cpu_count() or 1
+    threads = max(1, cores // run.processes)
+    settings = {
+        "TORCHINDUCTOR_CACHE_DIR": str(kernels),
+        # As tests/conftest.py sets them, which pytest does not load for a path in notebooks/ alone.
+        "OMP_NUM_THREADS": str(threads),
+        "AMP_LAB_DEVICE": "cpu",
+        "AMP_LAB_SCALE": "quick",
+    }
+    return settings | run.settings
 
 
 def read_report(report: Path, outcome: Outcome) -> None:

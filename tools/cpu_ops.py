@@ -26,7 +26,7 @@ from amp_lab.core.device_facts import device_name
 from amp_lab.core.errors import first_line
 from amp_lab.core.files import atomic_write
 from amp_lab.core.timing import measure
-from cpu_matrix import RUNS, can_do
+from cpu_matrix import RUNS, Run, can_do
 
 CPU = torch.device("cpu")
 SETS = ("sse41", "avx2", "avx512", "avx512-bf16", "native")
@@ -149,6 +149,47 @@ def table(results: dict[str, Any], dtype: str) -> list[str]:
     return lines
 
 
+def print_tables(file: Path) -> None:
+    """Print the tables of a file that this tool has written."""
+    results = json.loads(file.read_text())
+    for dtype in DTYPES:
+        print(f"{dtype}, times as long as fp32:\n")
+        for line in table(results, dtype):
+            print(line)
+        print()
+
+
+def measured_as(run: Run) -> dict[str, Any]:
+    """What `measured_here` returns with the instructions of a run.
+
+    It is measured in a process of its own, since torch reads the limits only when it starts.
+    """
+    command = [sys.executable, __file__, "--here"]
+    environment = os.environ | run.settings
+    process = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    last_line = process.stdout.splitlines()[-1]
+    return json.loads(last_line)
+
+
+def measure_to(file: Path) -> None:
+    """Measure each instruction set that this CPU can emulate, and write a file."""
+    runs = {run.name: run for run in RUNS}
+    sets = {}
+    for name in SETS:
+        if can_do(runs[name]):
+            print(name, flush=True)
+            sets[name] = measured_as(runs[name])
+    results = {
+        "device": device_name(CPU),
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "date": datetime.date.today().isoformat(),
+        "instruction sets": sets,
+    }
+    text = json.dumps(results, indent=1, ensure_ascii=False) + "\n"
+    atomic_write(file, [text.encode()])
+
+
 def main() -> int:
     """Measure, or print the table of a file."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -158,37 +199,12 @@ def main() -> int:
     options = parser.parse_args()
     if options.here:
         print(json.dumps(measured_here()))
-        return 0
-    if options.table:
-        results = json.loads(options.table.read_text())
-        for dtype in DTYPES:
-            print(f"{dtype}, times as long as fp32:\n")
-            for line in table(results, dtype):
-                print(line)
-            print()
-        return 0
-    if options.out is None:
+    elif options.table:
+        print_tables(options.table)
+    elif options.out:
+        measure_to(options.out)
+    else:
         parser.error("give --out or --table")
-    sets = {}
-    for run in RUNS:
-        if run.name not in SETS or not can_do(run):
-            continue
-        print(run.name, flush=True)
-        # A process of its own, since torch reads the limits only when it starts.
-        command = [sys.executable, __file__, "--here"]
-        process = subprocess.run(
-            command, env=os.environ | run.settings, capture_output=True, text=True, check=True
-        )
-        sets[run.name] = json.loads(process.stdout.splitlines()[-1])
-    results = {
-        "device": device_name(CPU),
-        "torch": torch.__version__,
-        "threads": torch.get_num_threads(),
-        "date": datetime.date.today().isoformat(),
-        "instruction sets": {name: sets[name] for name in SETS if name in sets},
-    }
-    text = json.dumps(results, indent=1, ensure_ascii=False) + "\n"
-    atomic_write(options.out, [text.encode()])
     return 0
 
 

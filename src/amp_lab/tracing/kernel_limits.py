@@ -155,14 +155,16 @@ def _refuse_non_floats(call: OpCall) -> None:
     first = call.first
     if first is None or first.is_floating_point() or first.is_complex():
         return
-    is_image_to_upsample = first.dtype is torch.uint8 and "upsample" in call.name
-    if not is_image_to_upsample or call.name in _UPSAMPLES_WITHOUT_UINT8:
-        raise RuntimeError(f"{call.name} does not take a tensor of {first.dtype}")
+    takes_uint8 = "upsample" in call.name and call.name not in _UPSAMPLES_WITHOUT_UINT8
+    if first.dtype is torch.uint8 and takes_uint8:
+        return
+    raise RuntimeError(f"{call.name} does not take a tensor of {first.dtype}")
 
 
 def _refuse_bools(call: OpCall) -> None:
     """Refuse a first argument of bools; integers are accepted."""
-    if call.first is not None and call.first.dtype is torch.bool:
+    first = call.first
+    if first is not None and first.dtype is torch.bool:
         raise RuntimeError(f"{call.name} does not take a tensor of torch.bool")
 
 
@@ -182,13 +184,18 @@ def _refuse_fft_sizes(call: OpCall) -> None:
     signal = call.args[0]  # `call.args[1]` are the dimensions to transform
     if not call.is_on("cuda") or signal.dtype not in _TORCH_NAMES:
         return
-    precision = "bfloat16" if signal.dtype is torch.bfloat16 else "half"
-    if precision == "bfloat16" and torch.cuda.get_device_capability() < (8, 0):
-        raise RuntimeError("cuFFT doesn't support bfloat16 with compute capability less than SM_80")
+    precision = "half"
+    if signal.dtype is torch.bfloat16:
+        precision = "bfloat16"
+        if torch.cuda.get_device_capability() < (8, 0):
+            raise RuntimeError(
+                "cuFFT doesn't support bfloat16 with compute capability less than SM_80"
+            )
     sizes = [signal.shape[dim] for dim in call.args[1]]
     if call.name == "_fft_c2r":  # a real FFT's inverse, whose input has about half of the last size
         sizes[-1] = call.args[3]  # the last size of its result
-    if any(size.bit_count() > 1 for size in sizes):  # a power of two has a single bit
+    are_powers_of_two = [size.bit_count() <= 1 for size in sizes]  # which have a single bit
+    if not all(are_powers_of_two):
         raise RuntimeError(
             "cuFFT only supports dimensions whose sizes are powers of two when computing in "
             f"{precision} precision, but got a signal size of {sizes}"

@@ -5,7 +5,7 @@ import libcst as cst
 from amp_lab.core.remedies import remedy
 from amp_lab.migrate.tree import nodes
 from amp_lab.migrate.tree.code_reader import CodeReader, Mistakes
-from amp_lab.migrate.tree.float16_values import is_for_cuda
+from amp_lab.migrate.tree.float16_values import is_always_enabled, is_for_cuda
 from amp_lab.migrate.tree.rewriter import Rewriter
 from amp_lab.migrate.tree.scopes import Scope
 
@@ -35,7 +35,7 @@ def refused_losses(code: CodeReader) -> Mistakes:
         if event.place.autocast is None or not _is_bce(code, event.node, event.unit.scope):
             continue
         cast = code.autocast_of(event.place.autocast)
-        if _is_always_enabled(code, cast) and is_for_cuda(code, cast):
+        if is_always_enabled(code, cast) and is_for_cuda(code, cast):
             yield event.node, _REFUSED_LOSS.text
 
 
@@ -52,14 +52,3 @@ def _is_bce(code: CodeReader, call: cst.Call, scope: Scope) -> bool:
     values = code.tree.assigned_values.get(parts, ())
     origins = {code.called_origin(value) for value in values}
     return bool(origins) and origins <= _CLASSES
-
-
-def _is_always_enabled(code: CodeReader, cast: cst.Call) -> bool:
-    """Whether an autocast is enabled in each run: a switch such as ``args.amp`` may be off."""
-    if any(argument.star for argument in cast.args):
-        return False
-    enabled = code.arguments(cast).get("enabled")
-    if enabled is None:
-        return True
-    value = code.tree.calls[cast].value_of(enabled)
-    return nodes.name_parts(value) == ("True",)

@@ -16,6 +16,7 @@ A rule gets a `Rewriter`, here called `file`. Most questions of a rule have an a
 | Which events run before or after this one? | `CodeUnit.before`, `CodeUnit.after`, `Place` |
 | Which scalers are there, and which are disabled? | `CodeReader.scaler_calls`, `disabled_scalers` |
 | Is this scaler or autocast turned off? | `CodeReader.is_disabled` |
+| Is this autocast enabled in each run? | `float16_values.is_always_enabled` |
 | Is this autocast surely for CUDA? | `float16_values.is_for_cuda` |
 | Is this an optimizer? | `CodeReader.is_optimizer`, `is_optimizer_step` |
 | Is this a model? | `float16_values.is_model` |

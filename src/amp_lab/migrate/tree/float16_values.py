@@ -212,21 +212,30 @@ def _assignments_in(node: cst.CSTNode) -> Iterator[tuple[cst.CSTNode, cst.CSTNod
             yield appended_to, node.args[0].value
 
 
-def _is_enabled(code: CodeReader, cast: cst.Call) -> bool:
-    """Whether an autocast is enabled: without `enabled`, or with a switch for AMP.
-
-    The switch is True, or has a name such as ``args.use_amp``.
-    """
+def is_always_enabled(code: CodeReader, cast: cst.Call) -> bool:
+    """Whether an autocast is enabled in each run: without `enabled`, or with True."""
     if any(argument.star for argument in cast.args):
         return False
     enabled = code.arguments(cast).get("enabled")
     if enabled is None:
         return True
     value = code.tree.calls[cast].value_of(enabled)
+    return nodes.name_parts(value) == ("True",)
+
+
+def _is_enabled(code: CodeReader, cast: cst.Call) -> bool:
+    """Whether an autocast is enabled in each run, or by a switch for AMP.
+
+    The switch has a name such as ``args.use_amp``.
+    """
+    if is_always_enabled(code, cast):
+        return True
+    enabled = code.arguments(cast).get("enabled")
+    if enabled is None:  # the arguments are not known
+        return False
+    value = code.tree.calls[cast].value_of(enabled)
     if nodes.is_false(value):
         return False
-    if nodes.name_parts(value) == ("True",):
-        return True
     name = last_part(code.key(enabled))
     return _AMP_SWITCH_NAME.search(name) is not None
 
