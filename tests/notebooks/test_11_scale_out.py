@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DistributedSampler, RandomSampler, TensorDataset
 
@@ -147,3 +147,36 @@ def test_a_new_optimizer_gets_its_moments_only_through_get_state_dict(tmp_path, 
         dcp.load(state, checkpoint_id=tmp_path)
         new.load_state_dict(state["optimizer"])
         assert not new.state
+
+
+class Timed(torch.nn.Module):
+    """Notes the dtype in which a time reaches it."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 4)
+
+    def forward(self, x, time):
+        self.time_dtype = time.dtype
+        return self.layer(x.to(self.layer.weight.dtype)) * time
+
+
+class WithTimed(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.part = Timed()
+
+    def forward(self, x, time):
+        return self.part(x, time)
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize(("model_casts", "reaches"), [(True, "bfloat16"), (False, "float32")])
+def test_an_input_stays_fp32_only_if_no_module_on_its_way_casts_it(model_casts, reaches):
+    model = WithTimed()
+    mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
+    for module, casts in ((model.part, False), (model, model_casts)):
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=casts)
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+    model(torch.ones(2, 4), torch.ones(1))
+    assert model.part.time_dtype is getattr(torch, reaches)

@@ -53,8 +53,8 @@ def add(commands) -> None:
     parallel = "print the dtypes of each parameter under DDP or FSDP2"
     option("--parallel", choices=("ddp", "fsdp"), help=parallel)
     precision = (
-        "with --parallel: precision (default: bf16, or the policy of a model that calls "
-        "fully_shard)"
+        "with --parallel: precision (default: bf16; the policy of a model that calls fully_shard; "
+        "fp32 for a model that is already in DDP)"
     )
     option("--precision", choices=DTYPE_NAMES, help=precision)
     reduce_dtype = "with --parallel: dtype in which gradients are summed (default: fp32)"
