@@ -302,7 +302,8 @@ assert with_new > 10 * with_saved
 # - The weights were saved with `.half()`. The weights lost digits, and a running variance above 65504
 #   became infinite.
 # - The *optimizer's* state was saved in 16 bits. Adam's `step` is a tensor too: in bf16, 301 is rounded to
-#   300, so the count stops at 300. Before you load such a file, set `step` to the true number in fp32.
+#   300, and unless the optimizer is `fused`, the count stops at 300. Before you
+#   load such a file, set `step` to the true number in fp32.
 # - `dcp.load` filled the `state_dict()` of a new optimizer, which is empty. Use `get_state_dict`
 #   ([notebook 11](11_scale_out.ipynb#Save-on-four,-resume-on-two-(optional))).
 # - The NaN was in the checkpoint already, often in [buffers of batch

@@ -149,6 +149,11 @@ def test_a_16_bit_image_and_a_batch_without_labels_give_inf_and_nan():
     image = torch.tensor([[65535.0, 1200.0]])
     assert image.half().isinf().tolist() == [[True, False]]
     assert (image / 65535).half().isfinite().all()
+    stored = torch.tensor([0, 65535], dtype=torch.uint16)
+    assert stored.isfinite().all()
+    assert stored.float().abs().max() == 65535
+    broken = torch.tensor([torch.nan, torch.inf]).half()
+    assert torch.nan_to_num(broken).tolist() == [0, 65504]
     logits, ignored = torch.randn(2, 3), torch.tensor([-100, -100])
     assert F.cross_entropy(logits, ignored).isnan()
 
@@ -163,7 +168,14 @@ def test_the_ctc_loss_of_a_target_that_is_too_long_is_infinite_in_fp32():
 
     assert loss(2, [1, 2]).isfinite()
     assert loss(2, [1, 1]).isinf()  # one more step for the repeated label
+    assert loss(2, [1, 2, 1]).isinf()
     assert loss(2, [1, 1], zero_infinity=True) == 0
+    logits = torch.full((2, 1, 3), 1e5).half().float().requires_grad_()  # infinite in fp16
+    lengths = torch.tensor([2]), torch.tensor([1])
+    overflowed = F.ctc_loss(
+        logits.log_softmax(-1), torch.tensor([[1]]), *lengths, zero_infinity=True
+    )
+    assert overflowed.isnan()
     with (
         pytest.warns(UserWarning, match="Error detected|Anomaly Detection"),
         pytest.raises(
@@ -236,9 +248,9 @@ def test_an_integer_weight_overflows_in_fp16_before_its_scale():
     weight, scale = torch.full((64, 1), 127, dtype=torch.int8), torch.tensor(0.01).half()
     assert ((x @ weight.to(x.dtype)) * scale).isinf().all()
     exact = 64 * 10 * 127 * 0.01
-    assert torch.allclose(
-        (x @ (weight.to(x.dtype) * scale)).float(), torch.tensor(exact), rtol=1e-2
-    )
+    for one_scale in (scale, scale.float(), torch.full((1, 1), 0.01)):
+        result = x @ (weight * one_scale).to(x.dtype)
+        assert torch.allclose(result.float(), torch.tensor(exact), rtol=1e-2)
     b = x.bfloat16()
     assert ((b @ weight.to(b.dtype)) * scale.bfloat16()).isfinite().all()
 
@@ -246,6 +258,8 @@ def test_an_integer_weight_overflows_in_fp16_before_its_scale():
 def test_a_scale_that_is_computed_in_fp16_is_infinite_for_small_values():
     """AMP0298."""
     x = torch.tensor([0.0, 0.006]).half()
+    assert (448 / torch.tensor(0.0068).half()).isinf()
+    assert (448 / torch.tensor(0.0069).half()).isfinite()
     assert (448 / x.abs().max()).isinf()
     assert (x * (448 / x.abs().max()))[0].isnan()
     scale = 448 / x.float().abs().max()
@@ -272,3 +286,28 @@ def test_a_tensor_without_dimensions_keeps_the_result_in_fp16():
     assert (low * large).dtype is torch.float16
     assert (low * large).isinf().all()
     assert (low.float() * large).tolist() == [65536, 65536]
+
+
+def test_clipping_spreads_a_nan_to_all_gradients():
+    """AMP0113."""
+    weight = nn.Parameter(torch.ones(2))
+    weight.grad = torch.tensor([1.0, torch.nan])
+    nn.utils.clip_grad_norm_([weight], 1.0)
+    assert weight.grad.isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("cost", "said"),
+    [
+        (torch.inf, "cost matrix is infeasible"),
+        (torch.nan, "matrix contains invalid numeric entries"),
+        (-torch.inf, "matrix contains invalid numeric entries"),
+    ],
+)
+def test_scipy_refuses_costs_that_are_not_finite(cost, said):
+    """AMP0087."""
+    optimize = pytest.importorskip("scipy.optimize", reason="SciPy is not installed")
+    costs = torch.full((2, 2), cost)
+    with pytest.raises(ValueError, match=said):
+        optimize.linear_sum_assignment(costs)
+    assert len(optimize.linear_sum_assignment(torch.nan_to_num(costs))) == 2

@@ -456,6 +456,8 @@ def test_a_dict_of_losses_becomes_a_map():
     with pytest.raises(AttributeError, match="'map' object has no attribute 'backward'"):
         cpu_scaler().scale(losses).backward()
     cpu_scaler().scale(sum(losses.values())).backward()
+    for several in ([torch.ones(())] * 2, (torch.ones(()),) * 2):
+        assert [float(loss) for loss in cpu_scaler().scale(several)] == [2.0**16] * 2
 
 
 @pytest.mark.parametrize("sparse", [False, True])
@@ -493,6 +495,12 @@ def test_a_new_scale_is_a_float_or_a_tensor_with_one_element():
         scaler.step(optimizer)
         scaler.update(1024.0)
         assert scaler.get_scale() == 1024
+    falls = cpu_scaler(growth_interval=2**31 - 1)
+    weight.grad = torch.full((1,), torch.inf)
+    falls.scale(torch.ones(()))
+    falls.step(optimizer)
+    falls.update()
+    assert falls.get_scale() == 2**15
     with pytest.raises(AttributeError, match="'int' object has no attribute 'device'"):
         scaler.update(1024)
     with pytest.raises(AssertionError, match="new_scale should be a float or a 1-element"):

@@ -308,6 +308,11 @@ def test_clipping_an_infinite_norm_makes_gradients_nan():
         torch.testing.assert_close(weight.grad, expected, equal_nan=True)
     weight.grad = torch.tensor([3.0, 4.0])
     assert nn.utils.get_total_norm([weight.grad]) == 5
+    nn.utils.clip_grad_norm_([weight], 10.0)
+    assert weight.grad.tolist() == [3, 4]  # multiplied at most by 1
+    weight.grad.fill_(torch.inf)
+    with pytest.raises(RuntimeError, match="non-finite"):
+        nn.utils.clip_grad_norm_([weight], 1.0, error_if_nonfinite=True)
 
 
 def stepped(dtype: torch.dtype) -> tuple[nn.Parameter, torch.optim.Adam]:
@@ -381,3 +386,37 @@ def test_the_default_scale_makes_the_gradients_of_a_sum_infinite(init_scale):
     assert finite[-1]
     assert a.isfinite().all()
     assert (a < 0.5).all()
+
+
+@pytest.mark.parametrize(("fused", "dtype"), [(False, torch.bfloat16), (True, torch.float32)])
+def test_only_a_fused_optimizer_casts_the_step_counter(fused, dtype):
+    """AMP0296."""
+    weight = nn.Parameter(torch.ones(1))
+    adam = torch.optim.Adam([weight], fused=fused)
+    weight.grad = torch.ones(1)
+    adam.step()
+    saved = adam.state_dict()
+    saved["state"][0]["step"] = torch.tensor(250.0).bfloat16()
+    adam.load_state_dict(saved)
+    assert adam.state[weight]["step"].dtype is dtype
+
+
+def test_a_checkpoint_with_the_moments_of_adam_has_12_bytes_per_parameter():
+    """AMP0146."""
+    weight, adam = stepped(torch.float32)
+    moments = [adam.state[weight][name] for name in ("exp_avg", "exp_avg_sq")]
+    assert sum(tensor.nbytes for tensor in [weight, *moments]) == 12 * weight.numel()
+
+
+def test_an_evaluation_in_the_block_of_training_uses_old_weights():
+    """AMP0147."""
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(model.weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    x = torch.ones(1, 1)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        model(x).sum().backward()
+        optimizer.step()
+        with torch.no_grad():
+            assert model(x) == 1
+    assert model(x) == 0.5

@@ -168,6 +168,18 @@ def test_a_mask_of_attention_is_boolean_or_has_the_dtype_of_the_query(query, mas
     assert F.scaled_dot_product_attention(q, q, q, attn_mask=mask.bool()).dtype is query
 
 
+def test_true_in_a_mask_attends_in_one_function_and_ignores_in_the_other():
+    """AMP0081."""
+    torch.manual_seed(0)
+    x, mask = torch.randn(1, 3, 4), torch.tensor([[1, 1, 0]])
+    short = x[:, :2]
+    output = F.scaled_dot_product_attention(x, x, x, attn_mask=mask.bool())[:, :2]
+    torch.testing.assert_close(output, F.scaled_dot_product_attention(short, short, short))
+    attention = nn.MultiheadAttention(4, 2, batch_first=True)
+    output = attention(x, x, x, key_padding_mask=mask == 0)[0][:, :2]
+    torch.testing.assert_close(output, attention(short, short, short)[0])
+
+
 def test_a_norm_under_autocast_returns_fp32_which_attention_casts_inside_the_block_only():
     """AMP0097."""
     with cuda_rules(BF16):
@@ -200,6 +212,12 @@ def test_an_integer_target_or_index_that_is_converted_first_is_taken():
     target = torch.ones(2).long()
     assert F.binary_cross_entropy_with_logits(torch.ones(2), target.float()) > 0
     assert torch.arange(2).clamp_(0, torch.tensor(1.0).long()).tolist() == [0, 1]
+    average = nn.BatchNorm1d(2).state_dict()
+    for name, tensor in nn.BatchNorm1d(2).state_dict().items():
+        if not tensor.is_floating_point():
+            average[name].copy_(tensor)
+        else:
+            average[name].mul_(0.5).add_(tensor, alpha=0.5)
 
 
 @pytest.mark.parametrize("weight", [torch.int8, torch.float8_e4m3fn])
