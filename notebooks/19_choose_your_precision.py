@@ -91,12 +91,14 @@ def choose(fast, task, trained_in="fp32"):
     """Return a precision for a GPU with these fast formats; `task`: "train", "infer" or "exact"."""
     if task == "exact":
         return "fp32 with TF32 off"
-    form = "bf16" if "bf16" in fast else "fp16" if "fp16" in fast else "fp32"
-    if form == "fp32":
+    if "bf16" in fast:
+        return "bf16 under autocast" if task == "train" else "bf16, cast once"
+    if "fp16" not in fast:
         return "fp32"
-    scaler = " with GradScaler" if form == "fp16" else ""
-    how = f"{form} under autocast{scaler}" if task == "train" else f"{form}, cast once"
-    return f"{how}, if the values fit" if (form, trained_in) == ("fp16", "bf16") else how
+    condition = ", if the values fit" if trained_in == "bf16" else ""
+    if task == "train":
+        return "fp16 under autocast with GradScaler" + condition
+    return "fp16, cast once" + condition
 
 
 # %%
@@ -142,23 +144,30 @@ print("T4, a model trained in bf16:", choose(turing, "infer", trained_in="bf16")
 #
 # ## Known problems of each device
 #
-# `GPUS` does not show these problems:
+# The list above does not show these problems:
 #
-# | hardware | problem | what to do |
-# |---|---|---|
-# | GTX 16 | fp16 gives NaN in some models ([report](https://github.com/pytorch/pytorch/issues/58123), [another report](https://github.com/pytorch/pytorch/issues/77955)) | use fp32 |
-# | V100, GTX 10 | PyTorch 2.14 for CUDA 12.6 is [the last version with kernels for these GPUs](https://github.com/pytorch/pytorch/issues/190385) | install this version |
-# | V100, T4, RTX 20 | these GPUs [emulate bf16 and have no TF32](../docs/hardware.md#t4-v100-and-rtx-20) | use fp16 |
-# | RTX 30, 40, 50 | according to the data sheets of [RTX 40](https://images.nvidia.com/aem-dam/Solutions/geforce/ada/nvidia-ada-gpu-architecture.pdf) and [RTX 50](https://images.nvidia.com/aem-dam/Solutions/geforce/blackwell/nvidia-rtx-blackwell-gpu-architecture.pdf), fp16 matmuls that add in fp16 are twice as fast as those that add in fp32. By default, PyTorch adds in fp32 | expect half of the fp16 rate in the data sheet |
-# | MI210, MI250 | 16-bit matmuls treat subnormals as 0, so PyTorch [casts fp16 inputs to bf16 in backward matmuls](https://docs.pytorch.org/docs/stable/notes/numerical_accuracy.html) | use bf16 |
-# | MI300 | its FP8 is *fnuz*: the same bits stand for half the value that they have on other GPUs | see [notebook 15](15_below_16_bits.ipynb) |
-# | Arc A | `GradScaler` needs float64, which Arc A lacks ([Arc B has float64](https://github.com/pytorch/pytorch/issues/147731)) | use bf16; PyTorch calls the device `xpu` |
-# | Apple M | bf16 [needs macOS 14](https://github.com/pytorch/pytorch/issues/139386); M1 and M2 [emulate bf16](https://github.com/huggingface/transformers/pull/40458) | M1 to M4: use fp32 |
-# | CPUs | [fp16 can be as fast as fp32, or 60 times slower](../data/results/README.md) | use fp16 only if `amp-lab doctor` shows that fp16 is fast |
-#
-# On an RTX 30, 40 or 50, you can make PyTorch add in fp16: `torch.backends.cuda.matmul.allow_fp16_accumulation =
-# True`. Use this setting only for inference, because sums in fp16 can overflow or lose small summands
-# ([notebook 01](01_number_formats.ipynb)).
+# - **GTX 16.** fp16 gives NaN in some models ([report](https://github.com/pytorch/pytorch/issues/58123), [another
+#   report](https://github.com/pytorch/pytorch/issues/77955)). Use fp32.
+# - **V100 and GTX 10.** Install PyTorch 2.14 for CUDA 12.6. It is [the last version with kernels for these
+#   GPUs](https://github.com/pytorch/pytorch/issues/190385).
+# - **V100, T4 and RTX 20.** These GPUs [emulate bf16 and have no TF32](../docs/hardware.md#t4-v100-and-rtx-20). Use
+#   fp16.
+# - **RTX 40 and 50.** Their data sheets
+#   ([RTX 40](https://images.nvidia.com/aem-dam/Solutions/geforce/ada/nvidia-ada-gpu-architecture.pdf), [RTX
+#   50](https://images.nvidia.com/aem-dam/Solutions/geforce/blackwell/nvidia-rtx-blackwell-gpu-architecture.pdf)) list
+#   two rates for fp16 matmuls. The higher rate is for sums in fp16. PyTorch adds in fp32, so expect the lower
+#   rate, which is half as high.
+# - **MI210 and MI250.** Use bf16. In fp16, subnormals would become 0, so PyTorch [casts the inputs of backward
+#   matmuls from fp16 to bf16](https://docs.pytorch.org/docs/stable/notes/numerical_accuracy.html).
+# - **MI300.** Its FP8 format is called *fnuz*. The same bits stand for half the value that they have on other
+#   GPUs ([notebook 15](15_below_16_bits.ipynb)).
+# - **Arc A.** Use bf16. Arc A has no float64, which `GradScaler` needs. [Arc B has
+#   float64](https://github.com/pytorch/pytorch/issues/147731). PyTorch calls both devices `xpu`.
+# - **Apple M1 to M4.** Use fp32. These chips are hardly faster in 16 bits: M1 and M2 [emulate
+#   bf16](https://github.com/huggingface/transformers/pull/40458). On any Mac, bf16 [needs macOS
+#   14](https://github.com/pytorch/pytorch/issues/139386).
+# - **CPUs.** fp16 [can be as fast as fp32, or 60 times slower](../data/results/README.md). Use fp16 only if `amp-lab
+#   doctor` shows that it is fast.
 #
 # Why do subnormals matter on an MI210 or MI250? Gradients of about 1e-5 are ordinary. We count how many of
 # them become 0:
@@ -180,20 +189,21 @@ assert not (gradients.bfloat16() == 0).any()
 #
 # ## What fp32 means
 #
-# From Ampere on, NVIDIA's GPUs can multiply fp32 tensors as
-# [**TF32**](https://docs.pytorch.org/docs/stable/notes/cuda.html#tensorfloat-32-tf32-on-ampere-and-later-devices),
-# which keeps 11 of the inputs' 24 bits. Three modes matter here: one for matmuls
-# on CUDA, one for matmuls on a CPU, and one for convolutions on CUDA. `torch.set_float32_matmul_precision` changes the
-# first two:
+# From Ampere on, NVIDIA's GPUs can multiply fp32 tensors in
+# [**TF32**](https://docs.pytorch.org/docs/stable/notes/cuda.html#tensorfloat-32-tf32-on-ampere-and-later-devices).
+# TF32 is faster than fp32, but keeps only 11 of the 24 bits of each input. PyTorch has separate settings for
+# convolutions and for matmuls:
 #
-# | `set_float32_matmul_precision` | matmuls on CUDA | matmuls on a CPU |
+# - **Convolutions** use TF32 by default. `torch.backends.cudnn.allow_tf32 = False` turns it off.
+# - **Matmuls** use fp32 by default. `torch.set_float32_matmul_precision` changes this, also on a CPU:
+#
+# | `set_float32_matmul_precision` | matmuls on an NVIDIA GPU with TF32 | matmuls on a CPU |
 # |---|---|---|
 # | `"highest"`, the default | fp32 | fp32 |
 # | `"high"` | TF32 | TF32, if the CPU has TF32 |
 # | `"medium"` | TF32 | bf16, if the CPU has bf16 |
 #
-# By default, fp32 *convolutions* run in TF32 on an NVIDIA GPU that has TF32. We can read the modes without a
-# GPU. In the output, `ieee` means fp32. It shows settings, not what your hardware can do:
+# The next cell prints the settings, so you need no GPU. In the output, `ieee` means fp32:
 
 
 # %%
@@ -215,8 +225,7 @@ torch.set_float32_matmul_precision(before)
 # train in fp32 on an RTX 30, an A100 or a later GPU, usually choose `"high"`. If a GPU's result differs from
 # a CPU's in the fourth digit, check the modes first, because the 11 bits of TF32 are three to four digits.
 #
-# For work that needs every digit, turn TF32 off for matmuls and convolutions. (In your code,
-# leave out the last line of the cell. It allows TF32 again for the next cells.)
+# For work that needs every digit, turn TF32 off for matmuls and convolutions:
 
 # %%
 kept = torch.backends.cudnn.allow_tf32
@@ -224,23 +233,24 @@ torch.set_float32_matmul_precision("highest")
 torch.backends.cudnn.allow_tf32 = False  # for convolutions and recurrent layers
 assert modes()[0] == "ieee"
 assert "tf32" not in modes()
-torch.backends.cudnn.allow_tf32 = kept
+torch.backends.cudnn.allow_tf32 = kept  # for the next cells; leave this line out in your code
 
 # %% [markdown]
 # ### Old names and new ones
 #
-# Each mode has old settings, such as `allow_tf32` or `torch.set_float32_matmul_precision`, and a new setting,
-# `fp32_precision`. If you change only `fp32_precision`, the next read of an old setting raises an error.
+# Each of these settings also has a new form, such as `torch.backends.cuda.matmul.fp32_precision`. Do not mix
+# old and new: if you change only the new setting, the old one no longer agrees with it. Then PyTorch raises an error
+# as soon as something reads the old one, even in code that is not yours:
 # [Lightning](https://github.com/Lightning-AI/pytorch-lightning/issues/21256) and some versions of
-# [`torch.compile`](https://github.com/pytorch/pytorch/pull/189955) read old settings, even if your code
-# does not. We cause the error with an old function that reads the mode of matmuls:
+# [`torch.compile`](https://github.com/pytorch/pytorch/pull/189955) read old settings. Here we cause the error
+# with `torch.get_float32_matmul_precision`, which reads the old setting for matmuls:
 
 # %%
 matmul = torch.backends.cuda.matmul
 kept, mixed = matmul.fp32_precision, False
 matmul.fp32_precision = "tf32"
 try:
-    torch.get_float32_matmul_precision()  # an old name
+    torch.get_float32_matmul_precision()  # reads the old setting
 except RuntimeError as error:
     print(str(error).partition(".")[0])
     mixed = True
@@ -250,8 +260,8 @@ assert mixed
 assert torch.get_float32_matmul_precision() == before
 
 # %% [markdown]
-# `torch.set_float32_matmul_precision` and `torch.backends.cudnn.allow_tf32` change the old and the new
-# setting together. So you get no error if you use only these two.
+# To avoid this error, use only the old settings, `torch.set_float32_matmul_precision` and
+# `torch.backends.cudnn.allow_tf32`. They change the new ones too.
 # <!-- tests/notebooks/test_19_choose_your_precision.py -->
 #
 # ## Trained in bf16, on a GPU without it
@@ -298,11 +308,11 @@ assert not in_fp16.isfinite().all()
 # Other frameworks use three words:
 #
 # - **Mixed** usually means fp32 weights under autocast.
-# - **True** means that the weights are cast. Gradients and optimizer state are in 16 bits too.
+# - **True** means that the weights are cast, so gradients and optimizer state are in 16 bits too.
 # - **bf16** alone has three meanings. In accelerate and transformers it means mixed. In torchtune it means
 #   true. In DeepSpeed it means bf16 weights in the model and an fp32 copy of them in the optimizer.
 #
-# So we look at the dtypes in a training step, first without a framework (*state* is the state of the optimizer):
+# To see what a setting does, we look at the dtypes in a training step. We begin without a framework:
 
 
 # %%
@@ -357,8 +367,8 @@ assert set(rows["model.to(bfloat16)"]) == {"bfloat16"}
 # Under autocast, weights, gradients and optimizer state stay in fp32. A model that is cast has no fp32
 # weights, so rounding can remove small updates ([notebook 16](16_low_precision_state.ipynb)).
 #
-# Our tests find the dtypes of other frameworks in this way, on a CPU (*Fabric* is Lightning without its
-# Trainer):
+# Our tests find the dtypes of other frameworks in the same way, on a CPU. *State* is the state of the
+# optimizer, and *Fabric* is Lightning without its Trainer:
 #
 # | setting | weights | matmuls | gradients | state | outputs |
 # |---|---|---|---|---|---|
@@ -392,14 +402,19 @@ assert set(rows["model.to(bfloat16)"]) == {"bfloat16"}
 # Keras model keeps its dtype policy ([notebook 12](12_keras.ipynb)).
 # <!-- tests/notebooks/test_19_choose_your_precision.py -->
 #
-# We could not run the next four frameworks here, so this table follows their documentation:
+# We could not run the next four frameworks here. According to their documentation:
 #
-# | setting | what it does |
-# |---|---|
-# | DeepSpeed `"bf16": {"enabled": true}` | Weights and matmuls are in bf16. ZeRO keeps the optimizer state and a copy of the weights in fp32. Gradients accumulate in `grad_accum_dtype` ([settings](https://www.deepspeed.ai/docs/config-json/)) |
-# | torchtitan `mixed_precision_param`, `mixed_precision_reduce` | Weights are in fp32. The first setting is the dtype of matmuls. The second is the dtype in which FSDP2 sums gradients ([notebook 11](11_scale_out.ipynb), [settings](https://github.com/pytorch/torchtitan/tree/main/torchtitan/config)) |
-# | torchtune `dtype: bf16` | Weights, gradients and optimizer state are in bf16, as with `model.to(torch.bfloat16)` ([precision](https://docs.pytorch.org/torchtune/stable/tutorials/memory_optimizations.html)) |
-# | JAX with Flax | There is no autocast. Each layer has a `dtype` for matmuls and a `param_dtype` for weights ([layers](https://flax.readthedocs.io/en/stable/api_reference/flax.nnx/nn/linear.html)) |
+# - **DeepSpeed**, `"bf16": {"enabled": true}`: weights and matmuls are in bf16. ZeRO keeps the optimizer state and
+#   a copy of the weights in fp32. `grad_accum_dtype` is the dtype in which gradients accumulate
+#   ([settings](https://www.deepspeed.ai/docs/config-json/)).
+# - **torchtitan**: weights are in fp32. `mixed_precision_param` is the dtype of matmuls.
+#   `mixed_precision_reduce` is the dtype in which FSDP2 sums gradients ([notebook 11](11_scale_out.ipynb),
+#   [settings](https://github.com/pytorch/torchtitan/tree/main/torchtitan/config)).
+# - **torchtune**, `dtype: bf16`: weights, gradients and optimizer state are in bf16, as with
+#   `model.to(torch.bfloat16)`
+#   ([precision](https://docs.pytorch.org/torchtune/stable/tutorials/memory_optimizations.html)).
+# - **JAX with Flax**: there is no autocast. Each layer has a `dtype` for matmuls and a `param_dtype` for weights
+#   ([layers](https://flax.readthedocs.io/en/stable/api_reference/flax.nnx/nn/linear.html)).
 #
 # ## Summary
 #
