@@ -149,7 +149,7 @@ class RunConfig(_CheckedSettings):
         None, "bpe, or a tokenizer.json (default: each character is a token)", "bpe|FILE"
     )
     vocabulary: int | None = setting(
-        None, "number of byte pairs that bpe learns (default: 4096)", "N", _require_count
+        None, "number of tokens in the vocabulary of bpe (default: 4096)", "N", _require_count
     )
     limit: int | None = setting(None, "train on at most N images or passages", "N", _require_count)
     accumulate: int = setting(

@@ -197,7 +197,7 @@ def make_tokens(texts: Sequence[str], tokenizer: str | None, vocabulary: int | N
     """
     if vocabulary is not None and tokenizer != BPE:
         raise DataError(
-            "--vocabulary is the number of byte pairs to learn: give --tokenizer bpe too"
+            "--vocabulary sets how many tokens bpe learns: give --tokenizer bpe too"
         )
     if tokenizer is None:
         return Characters.of("".join(texts))
