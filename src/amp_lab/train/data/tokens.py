@@ -196,9 +196,7 @@ def make_tokens(texts: Sequence[str], tokenizer: str | None, vocabulary: int | N
     out of range.
     """
     if vocabulary is not None and tokenizer != BPE:
-        raise DataError(
-            "--vocabulary sets how many tokens bpe learns: give --tokenizer bpe too"
-        )
+        raise DataError("--vocabulary sets how many tokens bpe learns: give --tokenizer bpe too")
     if tokenizer is None:
         return Characters.of("".join(texts))
     if tokenizer == BPE:
