@@ -183,6 +183,27 @@ def test_4_bit_layers_compute_in_the_compute_dtype(llama, monkeypatch):
     assert compute_dtypes(model, monkeypatch) == {torch.float32}
 
 
+@pytest.mark.parametrize("threshold", [0.0, 6.0])
+def test_8_bit_layers_multiply_outliers_in_the_dtype_of_the_input(threshold):
+    bitsandbytes = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    assert transformers.BitsAndBytesConfig().llm_int8_threshold == 6.0
+    model = nn.Linear(64, 32, bias=False)
+    layer = bitsandbytes.nn.Linear8bitLt(
+        64, 32, bias=False, has_fp16_weights=False, threshold=threshold
+    )
+    layer.load_state_dict(model.state_dict())
+    layer = layer.to("cpu").eval()
+    x = torch.randn(4, 64).to(torch.bfloat16)
+    x[1, 3] = 1e5  # too large for fp16
+    output = layer(x)
+    assert output.dtype is torch.bfloat16
+    if threshold:
+        assert off(output, model(x.float())) < 0.02
+    else:
+        assert output[1].isnan().all()
+
+
 def test_merging_into_4_bits_loses_most_of_a_small_update(llama):
     """AMP0200."""
     bitsandbytes = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
