@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from amp_lab import xray
 
@@ -381,6 +382,28 @@ def test_the_scale_changes_in_place():
     scaler.update()
     assert scaler._scale is before
     assert before.item() == 4.0
+
+
+class ReadsOfValues(TorchDispatchMode):
+    """Counts the ops that bring a value to Python, for which a GPU has to wait."""
+
+    count = 0
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        self.count += op is torch.ops.aten._local_scalar_dense.default
+        return op(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_the_scaler_reads_a_value_unless_the_optimizer_is_fused(fused):
+    """AMP0252."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    weight = nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([weight], fused=fused)
+    scaler.scale(weight.sum()).backward()
+    with ReadsOfValues() as reads:
+        scaler.step(optimizer)
+    assert (reads.count == 0) == fused
 
 
 PROGRAM = """

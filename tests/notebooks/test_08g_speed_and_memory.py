@@ -431,3 +431,15 @@ def test_the_moments_of_adamw_have_the_dtype_of_the_weights(dtype, size):
     adamw.step()
     moments = [adamw.state[weight][name] for name in ("exp_avg", "exp_avg_sq")]
     assert sum(moment.nbytes for moment in moments) == size * weight.numel()
+
+
+def test_a_second_moment_in_bf16_does_not_decay():
+    """AMP0317."""
+    weight = nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
+    adam = torch.optim.Adam([weight], betas=(0.9, 0.999))
+    for gradient in (1.0, *[0.0] * 100):
+        weight.grad = torch.full_like(weight, gradient)
+        adam.step()
+        if gradient:
+            first = adam.state[weight]["exp_avg_sq"].clone()
+    assert torch.equal(adam.state[weight]["exp_avg_sq"], first)

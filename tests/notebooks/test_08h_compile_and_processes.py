@@ -4,11 +4,13 @@ import functools
 import io
 import warnings
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+from rank_processes import values_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -112,7 +114,7 @@ def test_a_compiled_kernel_rounds_once_and_strict_numerics_as_often_as_eager_mod
         assert (torch.compile(square_over)(large) == 300).all()
         torch.compiler.reset()
         emulated = torch.compile(square_over, options={"emulate_precision_casts": True})
-        if torch.__version__.startswith("2.11."):
+        if torch.__version__.startswith(("2.11.", "2.12.")):
             assert (emulated(large) == 300).all()
     if IS_2_15:
         assert emulated(large).isinf().all()
@@ -278,6 +280,16 @@ def test_fsdp2_casts_tensors_in_a_dict_but_not_in_another_object(group_of_one):
         model(SimpleNamespace(x=x))
 
 
+@dataclass
+class Batch:
+    x: torch.Tensor
+
+
+def test_fsdp2_casts_tensors_in_a_dataclass(group_of_one):
+    """AMP0193: torch 2.11 and later."""
+    assert shard(TakesAnObject(), param_dtype=BF16)(Batch(x)).dtype is BF16
+
+
 def test_fsdp2_casts_no_buffer_and_keeps_the_dtype_of_the_weights(group_of_one):
     """AMP0193."""
     model = nn.Linear(2, 2)
@@ -290,6 +302,24 @@ def test_fsdp2_casts_no_buffer_and_keeps_the_dtype_of_the_weights(group_of_one):
     assert low.weight.dtype is low.weight.grad.dtype is BF16
 
 
+def sums_of_two_dtypes() -> str:
+    """What a rank says of a sum in which one rank has another dtype."""
+    dist.init_process_group("gloo")
+    dtype = BF16 if dist.get_rank() else torch.float32
+    message = message_of(lambda: dist.all_reduce(torch.ones(2, dtype=dtype)))
+    dist.destroy_process_group()
+    return message
+
+
+@pytest.mark.slow
+def test_a_debugging_variable_compares_the_dtypes_of_the_ranks(monkeypatch):
+    """AMP0190."""
+    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
+    for message in values_of(sums_of_two_dtypes, 2):
+        assert "Detected mismatch between collectives on ranks" in message
+        assert "TensorDtypes=BFloat16" in message
+
+
 class Branch(nn.Sequential):
     def forward(self, x, both):
         return self[1](self[0](x)) if both else self[0](x)
@@ -300,15 +330,18 @@ def test_fsdp2_accumulates_in_two_dtypes_in_torch_2_11(group_of_one):
     model = Branch(nn.Linear(2, 2), nn.Linear(2, 2))
     shard(model, param_dtype=BF16, reduce_dtype=torch.float32)
 
-    def accumulate():
+    def accumulate(model):
         for is_last in (False, True):
             model.set_requires_gradient_sync(is_last)
             model(x, both=is_last).sum().backward()
 
     if IS_2_15:
-        accumulate()
+        accumulate(model)
     if torch.__version__.startswith("2.11."):
-        assert code_of(f"AssertionError: {message_of(accumulate)}") == "AMP0192"
+        message = message_of(lambda: accumulate(model))
+        assert code_of(f"AssertionError: {message}") == "AMP0192"
+    one_dtype = Branch(nn.Linear(2, 2), nn.Linear(2, 2))
+    accumulate(shard(one_dtype, param_dtype=BF16, reduce_dtype=BF16))
 
 
 # --- export ---
