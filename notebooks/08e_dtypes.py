@@ -146,7 +146,7 @@ for dtype in HALF:
 #   model](#fp16-and-bf16-are-mixed-in-one-model).
 # - The message names `Double`, `Long` or `Byte`: [the input is float64 or an
 #   integer](#The-input-is-float64-or-an-integer).
-# - The message starts with `self and mat2`: the weight and the bias of one layer have different dtypes.
+# - The message starts with `self and mat2`, in a layer: its weight and its bias have different dtypes.
 # - The traceback contains `user_fn`: [a custom autograd function fails in
 #   backward](#A-custom-autograd-function-fails-in-backward).
 #
@@ -230,13 +230,13 @@ for dtype in HALF:
 # **Why.** The weights are in half precision, because the model was loaded with `dtype=torch.float16` or
 # converted with `.half()`. The input is in fp32. Without autocast, a layer does not convert its input.
 #
-# If the input is in half precision too, look for an fp32 tensor inside the model. This tensor is often a
-# table of positions, or a mask that `forward` creates with `torch.zeros` or with `torch.arange` of floats.
-# If `+`, `*`, `torch.cat`, `torch.stack` or `torch.where` combines an fp32 tensor with a half-precision
-# tensor, the result is fp32. The op itself raises no error, but a later layer does.
+# If the input is in half precision too, look for an fp32 tensor inside the model. This tensor is often a table of
+# positions, or a mask that `forward` creates with `torch.zeros` or with `torch.arange` of floats. If `+`, `*`,
+# `torch.cat`, `torch.stack` or `torch.where` combines an fp32 tensor with a half-precision tensor, the result is fp32,
+# unless the fp32 tensor has no dimensions (a single number). The op itself raises no error, but a later layer does.
 #
-# Autocast does not help in every layer. On a CPU, a norm with half-precision weights raises the error for an
-# fp32 input even inside an autocast block.
+# Autocast does not help in every layer. On a CPU, `BatchNorm`, `LayerNorm` and `GroupNorm` with
+# half-precision weights raise the error for an fp32 input even inside an autocast block.
 #
 # **The fix.** For inference, cast the input to the dtype of the weights:
 # `x.to(next(model.parameters()).dtype)`. For training, keep the weights in fp32 and use autocast. If
@@ -447,10 +447,10 @@ for options in ({}, {"cast_inputs": torch.float32}):
 # use_reentrant=False)`. `amp-lab migrate` finds code that does not store the dtype.
 # <!-- tests/remedies/test_migrate_remedies.py -->
 #
-# Autocast does not cast the inputs of a kernel from another package, or of an op that you define with
-# `torch.library`. Cast the inputs yourself, or register a dtype for your op with
-# `torch.library.register_autocast`. Under `torch.vmap`, the backward pass of a norm [may also raise such an
-# error](https://github.com/pytorch/pytorch/issues/184890). <!-- tests/notebooks/test_08e_dtypes.py -->
+# Autocast does not cast the inputs of a kernel without a rule for autocast. This is usual for kernels of other
+# packages, and for an op that you define with `torch.library`. Cast the inputs yourself, or register a dtype for
+# your op with `torch.library.register_autocast`. Under `torch.vmap`, the backward pass of a norm [may also raise
+# such an error](https://github.com/pytorch/pytorch/issues/184890). <!-- tests/notebooks/test_08e_dtypes.py -->
 #
 # **Notice it earlier.** Test each custom function once under autocast, including its backward pass.
 
@@ -623,9 +623,9 @@ with torch.autocast("cpu", dtype=torch.bfloat16):
 assert "but got Double and BFloat16" in message
 
 # %% [markdown]
-# **Why.** The input is float64 or an integer, but the weights are fp32. `torch.from_numpy` keeps the dtype of
-# the array. NumPy and pandas compute in float64, ids are usually int64, and pixels are usually uint8.
-# Autocast does not help, because it does not cast float64 or integers.
+# **Why.** The input is float64 or an integer, but the weights are fp32. `torch.from_numpy` keeps the dtype
+# of the array. NumPy and pandas create float64 by default, ids are usually int64, and pixels are usually
+# uint8. Autocast does not help, because it does not cast float64 or integers.
 #
 # **The fix.** Convert the input where you load it, with `torch.from_numpy(array).float()`. Divide pixels by
 # 255 as well. Convert the class targets of `cross_entropy` with `.long()`.

@@ -59,7 +59,7 @@ device, scale = start()  # AMP_LAB_DEVICE and AMP_LAB_SCALE override the choice
 # words = "BCE sigmoid binary segmentation detector YOLO objectness DETR matcher GAN discriminator"
 # -->
 #
-# **What you see.** Under autocast on a GPU, the loss raises
+# **What you see.** Under autocast on CUDA or XPU, the loss raises
 # `torch.nn.functional.binary_cross_entropy and torch.nn.BCELoss are unsafe to autocast.` The same line runs
 # on a CPU and on MPS. <!-- tests/notebooks/test_08f_ops_and_devices.py -->
 #
@@ -79,7 +79,7 @@ if torch.cuda.is_available():  # the real thing
 
 # %% [markdown]
 # **Why.** For a target of 1 and a probability p, the gradient of this loss is -1/p. For a small p, its size
-# exceeds 65504. Autocast therefore refuses the loss on a GPU, even if the inputs of the loss are fp32.
+# exceeds 65504. Autocast therefore refuses the loss on CUDA and XPU, even if the inputs of the loss are fp32.
 #
 # A cast to fp32 inside the loss would not help: if p is fp16, its gradient has to be fp16 too. This is the
 # reason that [PyTorch's documents](https://docs.pytorch.org/docs/stable/amp.html) give.
@@ -91,8 +91,8 @@ if torch.cuda.is_available():  # the real thing
 # <!-- tests/notebooks/test_08f_ops_and_devices.py -->
 #
 # **Not this.** Do not pass probabilities to `nn.BCEWithLogitsLoss`, which applies a second sigmoid. The
-# message disappears, but even a perfect prediction has a loss of 0.31. Do not call `.float()` on fp16
-# probabilities either: the gradient of a small one becomes inf.
+# message disappears, but even a perfect prediction has a loss of at least 0.31. Do not call `.float()` on
+# fp16 probabilities either: the gradient of a small one becomes inf.
 
 # %%
 with cuda_rules():
@@ -381,7 +381,7 @@ with without_bf16:
 
 # %% [markdown]
 # **Why.** NVIDIA's GPUs support bf16 since compute capability 8.0 (Ampere). On an older GPU, such as a T4,
-# V100 or P100, PyTorch emulates bf16 slowly, and other libraries refuse bf16.
+# V100 or P100, PyTorch emulates bf16 slowly, and some other libraries refuse bf16.
 #
 # Users report the cuBLAS error on [an M40](https://github.com/opendatalab/MinerU/issues/1508) and [a
 # P100](https://github.com/pytorch/pytorch/issues/57773), and the Triton error on [a
@@ -562,13 +562,13 @@ print(f"v is {v.dtype}, q is {q.dtype}")
 assert q.dtype is torch.float32
 
 # %% [markdown]
-# **Why.** The kernel takes only fp16 and bf16. Autocast casts the inputs of PyTorch's ops, but not of a
-# function in another package. The inputs are fp32 in two cases: an fp32 model runs without autocast, or a
+# **Why.** The kernel takes only fp16 and bf16. Autocast casts the inputs of PyTorch's ops, but not those of
+# this package. The inputs are usually fp32 in one of two cases: an fp32 model runs without autocast, or a
 # norm or a rotary embedding before the kernel returns fp32.
 #
 # **The fix.** Cast q, k and v to one 16-bit dtype right before the call, or call
 # `F.scaled_dot_product_attention`, for which autocast casts. For inference with transformers, load the model
-# in 16 bits: `from_pretrained(..., dtype="auto")`, in older versions `torch_dtype="auto"` ([an
+# in 16 bits: `from_pretrained(..., dtype=torch.bfloat16)`, in older versions `torch_dtype=` ([an
 # example](https://github.com/QwenLM/Qwen3/issues/406)).
 
 # %%

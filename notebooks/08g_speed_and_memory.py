@@ -84,7 +84,7 @@ assert ("CUDA is not available" in warned) is not torch.cuda.is_available()
 assert "In CPU autocast, but the target dtype is not supported." in wrong_dtype
 
 # %% [markdown]
-# **Why.** PyTorch sees no GPU, or the dtype of autocast is neither fp16 nor bf16. Autocast then
+# **Why.** PyTorch sees no GPU, or autocast does not support the dtype on this device. Autocast then
 # switches itself off with a warning, and training goes on in fp32. Without a GPU, the scaler does the same.
 #
 # For `"xpu"` and `"mps"` there is no warning if the device is missing. Autocast and the scaler stay
@@ -447,8 +447,8 @@ print(message_of(lambda: torch._scaled_grouped_mm(fp8(32, 100), fp8(64, 100).T, 
 
 # %% [markdown]
 # **Why.** Tensor cores read pieces of 16 bytes: 16 numbers in FP8, or 8 in fp16 and bf16. FP8 matmuls
-# refuse other sizes. In fp16 and bf16 other sizes run, but may be slower. Formats with a scale per
-# block need multiples of the block: 32 in MXFP8, 128 in many FP8 checkpoints.
+# refuse other sizes. In fp16 and bf16 other sizes run, but may be slower. Formats with a scale per block
+# may need multiples of the block: 32 in MXFP8, 128 in many FP8 checkpoints.
 #
 # NVIDIA
 # [recommends](https://docs.nvidia.com/deeplearning/performance/dl-performance-matrix-multiplication/index.html#requirements-tc)
@@ -525,7 +525,7 @@ assert torch.cuda.OutOfMemoryError is torch.OutOfMemoryError
 # activations until `backward`, gradients from then on, and other processes need memory too (see
 # `nvidia-smi`). A resumed run fails if `torch.load` puts the checkpoint onto the GPU too. Evaluation fails if your code builds a graph or collects outputs.
 #
-# Where the error appears shows what is too large:
+# Where the error appears suggests what is too large:
 # - **In the forward or backward pass**: the activations, so the batch, image or sequence is too large.
 # - **In the first `optimizer.step()`**: the optimizer state, which Adam allocates there.
 # - **After many steps, or in evaluation**: [memory
@@ -539,8 +539,8 @@ assert torch.cuda.OutOfMemoryError is torch.OutOfMemoryError
 # also use gradient checkpointing. Load checkpoints with `map_location="cpu"`. `amp-lab memory my_model.py:MODEL
 # --input 8,3,224,224 --memory 24GiB` forecasts the largest batch and how much other settings save.
 #
-# The accumulated gradients equal those of the large batch up to rounding, if the model has no batch
-# normalisation and no dropout. ([More on the forecast](../docs/your_model.md#does-training-fit-into-memory).)
+# The accumulated gradients equal those of the large batch up to rounding, if the small batches have one size and the model
+# has no batch normalisation and no dropout. ([More on the forecast](../docs/your_model.md#does-training-fit-into-memory).)
 #
 # **Not this.** `torch.cuda.empty_cache()` in each step makes the step slower and gives your process no
 # more memory, because PyTorch [already reuses what it has

@@ -349,17 +349,17 @@ _ = figures.roofline(roofs, limits.memory_bytes_per_s, points)
 # A point has the colour of its line. AMP's point lies to the right of the FP32 point, because AMP moves
 # fewer bytes for the same FLOPs.
 #
-# Both points lie below their line, because our step does not compute and move data at the same time. Its
-# ops run one after the other: a matmul computes, and then the next op moves data. So the two times add up. On
-# the CPU of this run, moving the 732 MiB of the FP32 step at 34 GB/s takes 23 ms. With the 69 ms of the
-# matmuls, this explains 92 of the 116 ms.
+# Both points lie below their line, mainly because our step does not compute and move data at the same time.
+# Its ops run one after the other: a matmul computes, and then the next op moves data. So the two times add
+# up. On the CPU of this run, moving the 732 MiB of the FP32 step at 34 GB/s takes 23 ms. With the 69 ms of
+# the matmuls, this explains 92 of the 116 ms.
 #
 # A faster precision raises the flat part of the line, but not the slope. If your step lies under the
 # slope, it becomes faster only if it moves fewer bytes.
 #
 # ## Where AMP loses
 #
-# AMP gains nothing, or makes the step slower, in three cases:
+# AMP gains nothing, or makes the step slower, in these cases:
 #
 # - **No matmuls.** Autocast runs only [some
 #   ops](https://docs.pytorch.org/docs/stable/amp.html#autocast-op-reference) in the low precision, mainly

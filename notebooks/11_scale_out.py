@@ -364,8 +364,8 @@ print(f"FSDP2: each of {most} ranks holds {fsdp_bytes:.0f} bytes for each parame
 assert fsdp_bytes == 16 / most
 
 # %% [markdown]
-# With DDP, every rank holds as much as one process: weights, gradients and AdamW's two averages, in fp32.
-# With FSDP2, a rank holds an n-th of these bytes. In addition, a rank holds its activations and the
+# With DDP, every rank holds the weights, the gradients and AdamW's two averages of the whole model, in
+# fp32. With FSDP2, a rank holds an n-th of these bytes. In addition, a rank holds its activations and the
 # gathered weights of the layer that is running.
 #
 # ## One decision about the loss scale

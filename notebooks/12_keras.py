@@ -21,7 +21,7 @@
 #
 # **What you need.** [Notebook 02](02_autocast_dtypes.ipynb) for autocast, and [notebook
 # 03](03_grad_scaler_step_by_step.ipynb) for the scaler. `pdm run sync --with tensorflow` installs
-# TensorFlow for the CPU. (TensorFlow does not support Python 3.14 yet.) Without TensorFlow, this
+# TensorFlow for the CPU. (TensorFlow 2.21 does not support Python 3.14.) Without TensorFlow, this
 # notebook runs only on torch. <!-- tests/course/test_processes.py -->
 # <!-- tests/tools/test_sync.py -->
 
@@ -122,8 +122,8 @@ assert layers.Dense(3).compute_dtype == "float16"
 # in its `call`.
 #
 # Some of Keras's own layers use float32 where float16 would overflow. For example, batch normalization
-# computes its squares in float32. But under `mixed_float16`, a layer that you write computes everything in
-# float16. The layer below overflows unless you set its dtype to float32:
+# computes its squares in float32. But under `mixed_float16`, a layer that you write computes in float16.
+# The layer below overflows unless you set its dtype to float32:
 
 
 # %%

@@ -187,9 +187,9 @@ for name in NAMES:
     print(f"{name:<12} {FORMATS[name].bits:>5.2f} bits a value, {alone[name]:.1f} dB")
 
 # %% [markdown]
-# Real outlier channels of language models are [often ten times](https://arxiv.org/abs/2208.07339) as large
-# as the rest, not a million times. We now make the column 100 times as large. Which formats still lose
-# accuracy?
+# In the language models of [LLM.int8()](https://arxiv.org/abs/2208.07339), outlier channels are up to 20
+# times as large as the rest, not a million times. We now make the column 100 times as large. Which formats
+# still lose accuracy?
 
 # %% tags=["nbval-ignore-output"]
 usual = normal.clone()
@@ -412,8 +412,8 @@ for kind_of_values, (left, right) in (("both signs", rows), ("one sign", rows.ab
 # [AMD](https://rocm.docs.amd.com/en/latest/reference/precision-support.html).
 #
 # On Blackwell RTX, some kernels are missing: torch's MXFP8 matmul takes only [one layout of the
-# operands](https://github.com/pytorch/pytorch/issues/198126), and Transformer Engine's NVFP4 [lacks two
-# features](https://github.com/NVIDIA/TransformerEngine/issues/2255).
+# operands](https://github.com/pytorch/pytorch/issues/198126), and users report that Transformer Engine's
+# default NVFP4 recipe [fails](https://github.com/NVIDIA/TransformerEngine/issues/3062).
 #
 # MI300 uses the *fnuz* variants of E4M3 and E5M2, in which the same bits mean half the value. A checkpoint
 # in E4M3 that is read as *fnuz*, or the reverse, has wrong values:

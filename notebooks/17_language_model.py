@@ -53,9 +53,9 @@ print("from the layer", query.dtype, " after the rotation", rotated.dtype)
 assert (query.dtype, rotated.dtype) == (torch.bfloat16, torch.float32)
 
 # %% [markdown]
-# If you add or multiply a bf16 tensor and an fp32 tensor, the result is in fp32 until autocast casts it down
-# for the next matmul. An fp32 tensor takes twice the memory of a bf16 tensor. The extra precision is often
-# useful, but you should know where fp32 appears.
+# If you add or multiply a bf16 tensor and an fp32 tensor such as this table, the result is in fp32 until
+# autocast casts it down for the next matmul. An fp32 tensor takes twice the memory of a bf16 tensor. The
+# extra precision is often useful, but you should know where fp32 appears.
 #
 # ## A small GPT
 #
@@ -265,7 +265,8 @@ print(f"fp32 logits: {1024 * 8000 * 4 / 2**20:.1f} MiB, one chunk: {64 * 8000 * 
 # - **fp32 for the adapters**, because bf16 would lose small updates ([notebook
 #   16](16_low_precision_state.ipynb)).
 #
-# peft, the LoRA library of Hugging Face, does the same, unless you pass `autocast_adapter_dtype=False`.
+# For a 16-bit base, peft, the LoRA library of Hugging Face, also creates adapters in fp32, unless you pass
+# `autocast_adapter_dtype=False`.
 # <!-- tests/notebooks/test_17_language_model.py -->
 #
 # Under bf16 autocast, the adapters' matmuls run in bf16 like all others. Without autocast, they run in

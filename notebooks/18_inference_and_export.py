@@ -326,7 +326,7 @@ assert program.module()(x).dtype is torch.float32
 #
 # - If `forward` contains the autocast block, the graph keeps it for the device type that it names. The
 #   weights in the file are still fp32.
-# - `torch.onnx.export` inside an autocast block keeps the casts. But ONNX Runtime's CPU backend refuses the
+# - `torch.onnx.export` inside a bf16 autocast block keeps the casts. But ONNX Runtime's CPU backend refuses the
 #   file, because it lacks operators in bf16.
 #
 # So **cast first**: the graph then has bf16 weights and ops. We save the program and load it again.
