@@ -365,8 +365,8 @@ for function, dtype in ((AmpProduct, low), (Fp32Product, torch.float32)):
 # ## CPU and CUDA have different lists
 #
 # Each backend has its own list of ops. `listed` asks PyTorch for this list. You do not need the device.
-# (`torch._C` is not public, hence the underscore.) Each list has more than 110 ops. Before you run this:
-# how many ops do CPU and CUDA share?
+# (`torch._C` is not public, hence the underscore.) CPU and CUDA each list more than 110 ops. Before you
+# run this: how many ops do they share?
 
 
 # %%

@@ -348,8 +348,8 @@ assert max(scales) > 65504
 #
 # The rules for the scale fit in 20 lines, so we can write a scaler ourselves. PyTorch's scaler can do
 # more: it serves [several optimizers](https://docs.pytorch.org/docs/stable/notes/amp_examples.html),
-# catches some calls in the wrong order, and waits for the device at most once a step. Our scaler waits
-# once for each gradient.
+# catches some calls in the wrong order, and waits for the device at most once for each optimizer. Our
+# scaler may wait once for each gradient.
 
 
 # %%

@@ -253,8 +253,8 @@ for picture in pictures.values():
 # - It first calls each function once to warm up. Then it works in rounds, in which every function has one
 #   turn. Before and after each turn, it waits until the device has finished.
 # - Every second round runs in reverse order, so a drift of the machine affects all functions alike.
-# - It leaves out rounds that another program disturbs. If too few rounds remain, the result says *too
-#   busy to tell*. Then stop the other program and run the cell again.
+# - It leaves out rounds that another program disturbs. If too few rounds remain, the result says
+#   *machine too busy*. Then stop the other program and run the cell again.
 # - It computes the speed-up within each round, and reports the median with its 95 % interval in
 #   brackets. <!-- tests/core/test_timing.py -->
 #
@@ -365,7 +365,7 @@ for task, (fp32_s, amp_s, fp32_mb, amp_mb) in article.items():
 #
 # **The article counted the first step.** The first step can be slow, for example because it [loads a
 # library](https://docs.pytorch.org/tutorials/recipes/recipes/benchmark.html). The article measured FP32
-# first, so only FP32 had the slow step, and AMP looks better than it is. Warm up before you measure.
+# first, so FP32 paid for the loading, and AMP may look better than it is. Warm up before you measure.
 #
 # **The article compared one run with one run.** Its loss was 17 % lower with AMP, but no seed was set. One
 # run of each cannot tell whether this is an effect or chance.

@@ -14,8 +14,8 @@
 #
 # **What you'll learn.**
 # - how to let `amp-lab explain` read a message or a log for you;
-# - five questions that find most failures;
-# - where each failure is explained, in most cases with a small program that fails and a fix.
+# - five questions to ask first;
+# - where each failure is explained, often with a small program that fails and a fix.
 #
 # **What you need.** You need no GPU and no other notebook.
 
@@ -58,7 +58,7 @@ assert failure.code == "AMP0018"
 # %% [markdown]
 # ## Five questions
 #
-# These questions find most failures:
+# Ask these questions first:
 #
 # 1. **Are the parameters that you train fp32?** If one of them has another dtype, [convert it
 #    first](08c_scaler.ipynb#The-parameters-are-fp16).
@@ -374,7 +374,7 @@ assert failure.code == "AMP0018"
 #
 # - `amp-lab explain` finds a failure by its message, by a log, or by a
 #   description. <!-- tests/failures/test_explanation.py -->
-# - Five questions find most failures: parameters in fp32, one block per forward pass, the order of the
+# - Ask five questions first: parameters in fp32, one block per forward pass, the order of the
 #   scaler's calls, the range of fp16, and the course of the loss scale.
 #
 # Next: [notebook 09](09_xray_your_model.ipynb) shows in which dtypes a model runs, before you run it.
@@ -524,8 +524,8 @@ exercises.check_advance(advance)
 # - [Automatic mixed precision
 #   examples](https://docs.pytorch.org/docs/stable/notes/amp_examples.html): the right order of calls
 #   for clipping, accumulation, several losses, models and optimizers.
-# - [`torch.amp`](https://docs.pytorch.org/docs/stable/amp.html): what autocast casts on each device, and why it
-#   refuses `binary_cross_entropy`.
+# - [`torch.amp`](https://docs.pytorch.org/docs/stable/amp.html): what autocast casts on CUDA, XPU and
+#   the CPU, and why it refuses `binary_cross_entropy`.
 # - [Numerical accuracy](https://docs.pytorch.org/docs/stable/notes/numerical_accuracy.html): how accurate results
 #   in each precision can be.
 # - Threads about these failures: [NaN under mixed precision](https://github.com/pytorch/pytorch/issues/40497),

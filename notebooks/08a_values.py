@@ -319,7 +319,7 @@ assert probabilities_in(torch.float16).isnan().all()
 assert probabilities_in(torch.float16).argmax() == 0  # so greedy decoding chooses token 0
 
 # %% [markdown]
-# **Why.** The logits are already inf or NaN. Sampling is only the first op that checks them. The usual
+# **Why.** The logits are already inf or NaN. Sampling is only the first op that checks them. A common
 # cause is a model that was trained in bf16 and runs in fp16, where its hidden values overflow.
 #
 # Other causes are [a row that is masked everywhere](#Attention-is-NaN-for-a-row-that-is-masked-everywhere),

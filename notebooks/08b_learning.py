@@ -605,7 +605,7 @@ assert 0.1 < (stored.float() == 0).float().mean() < 0.2
 
 # %% [markdown]
 # **Why.** FP8 is a format for storage and for special matmuls. PyTorch has few other operations for FP8 and does
-# not combine FP8 with other dtypes. The positive numbers of its E4M3 format range from 0.002 to 448, so without a
+# not promote FP8 to other dtypes. The positive numbers of its E4M3 format range from 0.002 to 448, so without a
 # scale small weights become zero.
 #
 # On a CPU, larger values become NaN in torch 2.11 and [448 in

@@ -175,7 +175,7 @@ assert "unscale_() has already been called on this optimizer since the last upda
 
 # %% [markdown]
 # **Why.** `unscale_` divides the gradients in place, so it may run only once for an optimizer until
-# `scaler.update()` is called. Either the loop clips after every batch of an accumulation, or an
+# `scaler.update()` is called. Often the loop clips after every batch of an accumulation, or an
 # iteration called `unscale_` and then left out `update()`. <!-- tests/notebooks/test_08c_scaler.py -->
 #
 # In some Transformers releases of 2023, the Trainer raised this error at the end of an epoch ([issue

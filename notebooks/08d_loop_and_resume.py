@@ -90,8 +90,7 @@ assert moved < 2e-5
 # 65536. `scaler.step` divides them by the scale afterwards, so they become almost zero.
 #
 # `clip_grad_value_` has the same effect. Adam hides most of this effect, because it rescales its
-# gradients ([notebook 05](05_cifar10_mobilenet.ipynb)).
-# <!-- tests/notebooks/test_08d_loop_and_resume.py -->
+# gradients. <!-- tests/notebooks/test_08d_loop_and_resume.py -->
 #
 # **The fix.** Call `scaler.unscale_(optimizer)` after the backward pass and before you clip or log
 # gradients. `scaler.step` does not divide them a second time.
@@ -245,7 +244,8 @@ with torch.autocast("cpu", dtype=torch.bfloat16):
     assert not torch.equal(model(x), before)
 
 # %% [markdown]
-# **Notice it earlier.** Train on one batch for a few steps: two equal losses in a row are a bug.
+# **Notice it earlier.** Train on one batch for a few steps: the loss should change, unless the scaler skips
+# the step or the learning rate is 0.
 
 # %% [markdown]
 # ## After resuming the loss jumps or is NaN
@@ -371,7 +371,7 @@ assert "expected dtype float for `end` but got dtype c10::BFloat16" in message
 
 # %% [markdown]
 # **Why.** The model was cast after the optimizer or the average was created. The moments of the optimizer,
-# or the averaged weights, therefore have a different dtype from the weights. Adam and most averages use
+# or the averaged weights, therefore have a different dtype from the weights. Adam and many averages use
 # `lerp`, which refuses two dtypes.
 #
 # **The fix.** Cast the model first, then create the optimizer and the average, and load their states last.
