@@ -193,6 +193,15 @@ def test_a_bf16_matmul_of_ones_is_exact_with_and_without_onednn(enabled):
     assert (ones.float() @ ones.float().mT == 1024).all()
 
 
+def test_autocast_casts_the_inputs_of_a_sparse_matmul():
+    """AMP0061."""
+    matrix, x = torch.eye(4).to_sparse(), torch.ones(4, 2)
+    with torch.autocast("cpu", dtype=BF16):
+        assert torch.sparse.mm(matrix.float(), x.float()).dtype is BF16
+        with torch.autocast("cpu", enabled=False):
+            assert torch.sparse.mm(matrix.to(BF16).float(), x.to(BF16).float()).dtype is FP32
+
+
 @pytest.mark.parametrize("computed_in_fp32", [True, False])
 def test_a_cast_of_fp16_probabilities_does_not_save_their_gradient(computed_in_fp32):
     """AMP0022."""

@@ -394,14 +394,51 @@ def test_a_batch_norm_takes_fp32_weights_from_opset_15_on(opset, is_refused):
         session_of(model, torch.randn(1, 2, 4), **how)
 
 
+class Scaled(nn.Module):
+    def __init__(self, casts):
+        super().__init__()
+        self.p = nn.Parameter(torch.tensor(1.0), requires_grad=False)
+        self.casts = casts
+
+    def forward(self, x):
+        return x * (self.p.to(x.dtype) if self.casts else self.p)
+
+
 def test_the_older_exporter_multiplies_bf16_by_a_scalar_wrongly():
-    class Scaled(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.p = nn.Parameter(torch.tensor(1.0), requires_grad=False)
-
-        def forward(self, x):
-            return x * self.p
-
-    message = message_of(lambda: session_of(Scaled(), x.bfloat16(), newer=False, dtype=BF16))
+    """AMP0084."""
+    message = message_of(lambda: session_of(Scaled(False), x.bfloat16(), newer=False, dtype=BF16))
     assert code_of(f"RuntimeError: {message}") == "AMP0084"
+    with warnings.catch_warnings(action="ignore"):
+        for model, newer in ((Scaled(True), False), (Scaled(False), True)):
+            torch.onnx.export(model, (x.bfloat16(),), io.BytesIO(), dynamo=newer)
+
+
+class CastsInside(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 2).half()
+
+    def forward(self, x):
+        return self.layer(x.half()).float()
+
+
+def test_a_module_that_casts_inside_takes_fp32_in_onnx_runtime():
+    """AMP0075."""
+    session = session_of(CastsInside(), x, newer=True)
+    (output,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+    assert output.dtype == "float32"
+
+
+def test_onnx_runtime_runs_an_fp16_model_in_fp32_on_a_cpu(tmp_path):
+    """AMP0231."""
+    onnxruntime = pytest.importorskip("onnxruntime", reason="pip install onnxruntime onnxscript")
+    onnx = pytest.importorskip("onnx", reason="pip install onnxruntime onnxscript")
+    file, options = io.BytesIO(), onnxruntime.SessionOptions()
+    options.optimized_model_filepath = str(tmp_path / "run.onnx")
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC
+    with warnings.catch_warnings(action="ignore"):
+        torch.onnx.export(nn.Linear(2, 2).half(), (x.half(),), file, dynamo=False)
+    onnxruntime.InferenceSession(file.getvalue(), options, providers=["CPUExecutionProvider"])
+    ops = [node.op_type for node in onnx.load(options.optimized_model_filepath).graph.node]
+    assert ops[0] == "Cast"
+    assert ops[-2:] == ["Gemm", "Cast"]

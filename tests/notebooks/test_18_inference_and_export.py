@@ -255,6 +255,23 @@ def test_onnx_runtime_refuses_an_fp16_arange_of_the_older_exporter(newer):
         onnxruntime.InferenceSession(file.getvalue(), providers=["CPUExecutionProvider"])
 
 
+class CastPositions(Positions):
+    def forward(self, x):
+        integers = torch.arange(x.shape[0])[:, None]
+        in_fp32 = torch.arange(x.shape[0], dtype=torch.float32)[:, None]
+        return x + integers.to(x.dtype) + in_fp32.to(x.dtype)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_onnx_runtime_takes_positions_that_are_cast():
+    """AMP0063."""
+    onnxruntime = pytest.importorskip("onnxruntime", reason="pip install onnxruntime onnxscript")
+    images, file = torch.zeros(3, 2, dtype=torch.float16), io.BytesIO()
+    how = {"dynamic_axes": {"x": {0: "rows"}}, "input_names": ["x"]}
+    torch.onnx.export(CastPositions(), (images,), file, dynamo=False, **how)
+    onnxruntime.InferenceSession(file.getvalue(), providers=["CPUExecutionProvider"])
+
+
 class MaskedAttention(nn.Module):
     """Attention with a boolean mask, then a norm."""
 
