@@ -198,7 +198,7 @@ assert failure.code == "AMP0018"
 # | [A checkpoint is in fp32 and twice as large as expected](18_inference_and_export.ipynb#Ways-to-run-it) `AMP0146` | the checkpoint of a mixed precision run is twice as large as expected |
 # | [Evaluation after training gives different metrics than during training](18_inference_and_export.ipynb#Ways-to-run-it) `AMP0147` | evaluation without autocast gives another accuracy than with autocast |
 # | [Weights become infinite because the model was cast to fp16 for evaluation or saving](08d_loop_and_resume.ipynb) `AMP0148` | `` Skipping checkpoint save at epoch …: EMA contains NaN/Inf `` |
-# | [The scaler's growth tracker is set before its scale](08d_loop_and_resume.ipynb) `AMP0149` | `` _growth_tracker initialized before _scale `` |
+# | [The scaler already has a growth tracker when it creates its scale](08d_loop_and_resume.ipynb) `AMP0149` | `` _growth_tracker initialized before _scale `` |
 # | [Clipping an infinite norm turns gradients into NaN](08d_loop_and_resume.ipynb#Clipping-refuses-a-norm-that-is-not-finite) `AMP0212` | in bf16 one bad batch makes all weights NaN although gradients are clipped |
 # | [The full-eval option of the Trainer casts too much, or nothing](../docs/trainers.md#why-is-the-model-in-bf16-after-evaluate-in-the-trainer) `AMP0265` | bf16_full_eval or fp16_full_eval changes the dtype of the model |
 # | [A model that was saved in bf16 is loaded in fp32, or the other way round](../docs/trainers.md#why-is-my-checkpoint-in-fp32-after-training-in-bf16) `AMP0268` | publish a bf16 checkpoint after mixed precision training |

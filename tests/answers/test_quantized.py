@@ -242,6 +242,19 @@ def test_8_bit_adam_of_bitsandbytes():
         step(model, ordinary)
 
 
+def test_embeddings_can_keep_a_state_in_32_bits():
+    """AMP0128."""
+    bnb = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+    module = nn.Embedding(64, 64)
+    model = nn.Sequential(module, nn.Linear(64, 64))
+    optimizer = bnb.optim.AdamW8bit(model.parameters())
+    manager = bnb.optim.GlobalOptimManager.get_instance()
+    manager.register_module_override(module, "weight", {"optim_bits": 32})
+    step(model, optimizer)
+    assert optimizer.state[module.weight]["state1"].dtype is torch.float32
+    assert optimizer.state[model[1].weight]["state1"].dtype is torch.uint8
+
+
 def step(model, optimizer):
     model(torch.arange(8)).sum().backward()
     optimizer.step()

@@ -112,6 +112,13 @@ def test_the_code_loads_in_fp32(saved_in_bf16):
     assert names["model"].dtype is FP32
 
 
+def test_the_old_name_of_the_dtype_still_works(saved_in_bf16):
+    """AMP0311."""
+    auto = library("transformers").AutoModelForCausalLM
+    assert auto.from_pretrained(saved_in_bf16, torch_dtype=FP32).dtype is FP32
+    assert auto.from_pretrained(saved_in_bf16, dtype=FP32).dtype is FP32
+
+
 def test_accelerate_keeps_the_dtype_of_the_model(accelerate):
     """AMP0269."""
     accelerator = accelerate.Accelerator(mixed_precision="bf16", cpu=True)

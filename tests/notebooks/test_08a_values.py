@@ -1,6 +1,9 @@
 """Notebook 08a and its table: statements that no cell checks."""
 
 import math
+import re
+import tomllib
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,6 +11,14 @@ from torch import nn
 from torch.nn import functional as F
 
 from course.failures import cuda_rules
+
+ROWS = Path(__file__).parents[2] / "notebooks/course/other_failures/08a_values.toml"
+
+
+def cure_of(code: str) -> str:
+    rows = tomllib.loads(ROWS.read_text(encoding="utf-8"))["failure"]
+    (cure,) = [row["cure"] for row in rows if row["code"] == code]
+    return cure
 
 
 class Fp32Linear(nn.Linear):
@@ -311,3 +322,40 @@ def test_scipy_refuses_costs_that_are_not_finite(cost, said):
     with pytest.raises(ValueError, match=said):
         optimize.linear_sum_assignment(costs)
     assert len(optimize.linear_sum_assignment(torch.nan_to_num(costs))) == 2
+
+
+@pytest.mark.filterwarnings("ignore")  # of diffusers
+def test_a_pipeline_in_fp16_refuses_a_vae_in_fp32_that_decodes_its_latents():
+    """AMP0064: by the code of the entry. CI has no diffusers; it passed with 0.42.1."""
+    diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed")
+    torch.manual_seed(0)
+    vae = diffusers.AutoencoderKL(
+        block_out_channels=[32, 64],
+        down_block_types=["DownEncoderBlock2D"] * 2,
+        up_block_types=["UpDecoderBlock2D"] * 2,
+    )
+    unet = diffusers.UNet2DConditionModel(
+        block_out_channels=(32, 64),
+        layers_per_block=1,
+        sample_size=8,
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+        cross_attention_dim=32,
+    )
+    missing = ("text_encoder", "tokenizer", "safety_checker", "feature_extractor")
+    pipe = diffusers.StableDiffusionPipeline(
+        vae=vae,
+        unet=unet,
+        scheduler=diffusers.DDIMScheduler(),
+        requires_safety_checker=False,
+        **dict.fromkeys(missing),
+    ).to(torch.float16)
+    prompt = torch.randn(1, 4, 32).half()
+    options = {"prompt_embeds": prompt, "negative_prompt_embeds": prompt, "height": 16, "width": 16}
+    latents = pipe(output_type="latent", num_inference_steps=2, **options).images
+    code = re.search(r"`(pipe\.vae\.float\(\)\..*?)`", cure_of("AMP0064"))[1]
+    with torch.no_grad():
+        image = eval(code, {"pipe": pipe, "latents": latents}).sample
+    assert image.dtype is torch.float32
+    with pytest.raises(RuntimeError, match="should be the same"):
+        pipe(num_inference_steps=2, **options)

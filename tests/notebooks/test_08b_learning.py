@@ -370,3 +370,71 @@ def test_a_rounded_timestep_is_outside_of_the_schedule(stored_as):
         alphas_cumprod[int(torch.tensor(999.0).bfloat16())]
     text = "".join(traceback.format_exception(raised.value))
     assert read_explanation(text).failures[0].code == "AMP0124"
+
+
+@pytest.mark.filterwarnings("ignore")  # of torchao
+@pytest.mark.parametrize("lower_bound", [None, 1e-12])
+def test_a_row_of_zeros_needs_a_lower_bound_for_its_scale(lower_bound):
+    """AMP0088: activations are quantized by this function."""
+    quantization = pytest.importorskip("torchao.quantization", reason="torchao is not installed")
+    config = quantization.Float8DynamicActivationFloat8WeightConfig(
+        granularity=quantization.PerRow(), activation_value_lb=lower_bound
+    )
+    quantized = quantization.Float8Tensor.from_hp(
+        torch.zeros(2, 64).bfloat16(),
+        granularity=quantization.PerRow(),
+        hp_value_lb=config.activation_value_lb,
+    )
+    assert quantized.qdata.float().isnan().any() == (lower_bound is None)
+
+
+def test_torchao_has_fast_accumulation_only_for_the_output():
+    """AMP0280."""
+    float8 = pytest.importorskip("torchao.float8", reason="torchao is not installed")
+    from torchao.float8 import config as settings
+
+    def fast(config):
+        names = ("output", "grad_input", "grad_weight")
+        return [getattr(config, f"gemm_config_{name}").use_fast_accum for name in names]
+
+    assert fast(float8.Float8LinearConfig()) == [True, False, False]
+    exact = settings.Float8GemmConfig(use_fast_accum=False)
+    assert fast(float8.Float8LinearConfig(gemm_config_output=exact)) == [False, False, False]
+
+
+def test_more_ranks_make_a_sum_of_gradients_in_bf16_less_exact():
+    """AMP0202."""
+    torch.manual_seed(0)
+    errors = []
+    for ranks in (8, 64, 512):
+        gradients = (torch.randn(ranks, 1024) + 0.2).bfloat16()
+        total = torch.zeros(1024).bfloat16()
+        for gradient in gradients:
+            total += gradient
+        exact = gradients.double().sum(0)
+        errors.append((total - exact).norm() / exact.norm())
+        assert (gradients.float().sum(0) - exact).norm() / exact.norm() < 1e-5
+    assert errors[0] < errors[1] < errors[2]
+
+
+def test_small_weights_of_lora_are_zero_in_fp16_but_not_in_bf16():
+    """AMP0201."""
+    weight = torch.tensor(2e-8)
+    assert weight.half() == 0
+    assert weight.bfloat16() != 0
+
+
+def test_a_static_scale_clips_what_is_larger_than_the_calibration_data():
+    """AMP0203."""
+    scale = torch.tensor([1.0, 2.0]).max() / 448
+    found = (torch.tensor([1.5, 4.0]) / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
+    assert (found.float() * scale).tolist() == pytest.approx([1.5, 2.0], rel=0.07)
+    dynamic = torch.tensor(4.0) / 448
+    assert (4.0 / dynamic).to(torch.float8_e4m3fn).float() * dynamic == pytest.approx(4.0)
+
+
+def test_what_accumulates_in_half_of_the_last_digit_is_lost():
+    """AMP0273: every update below 1/512 of the state is rounded away."""
+    state = torch.arange(1, 2, 2**-7)  # all numbers of bf16 from 1 to 2
+    assert torch.equal((state * (1 + 0.0019)).bfloat16().float(), state)
+    assert not torch.equal((state * (1 + 0.003)).bfloat16().float(), state)

@@ -289,6 +289,14 @@ def test_a_scaler_whose_growth_tracker_was_set_refuses_its_first_scale():
         scaler.scale(torch.ones(1))
 
 
+def test_a_scaler_creates_its_scale_only_once():
+    """AMP0149: as `Accelerator.load_state` of accelerate 1.15 asks for a second time."""
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(1))
+    with pytest.raises(AssertionError, match="_growth_tracker initialized before _scale"):
+        scaler._lazy_init_scale_growth_tracker(torch.device("cpu"))
+
+
 def test_a_loop_that_gives_a_name_another_value_casts_no_parameter():
     """AMP0093."""
     model = nn.Linear(2, 2).bfloat16()
