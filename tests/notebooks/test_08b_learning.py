@@ -335,6 +335,8 @@ def test_a_running_sum_in_bf16_has_equal_neighbours_above_256():
     assert mask.cumsum(0, dtype=torch.float32).tolist() == list(range(1, 401))
     assert mask.long().cumsum(0).tolist() == list(range(1, 401))
     assert torch.full((700,), 100.0).half().cumsum(0)[-1].isinf()
+    many = torch.ones(5000, dtype=torch.bfloat16)
+    assert many.cumsum(0)[-1] == torch.tensor(5000.0).bfloat16()  # a CPU adds up in fp32
 
 
 @pytest.mark.parametrize(("dtype", "end"), [(torch.bfloat16, 256), (torch.float16, 2048)])
