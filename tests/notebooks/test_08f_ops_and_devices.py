@@ -202,6 +202,28 @@ def test_autocast_casts_the_inputs_of_a_sparse_matmul():
             assert torch.sparse.mm(matrix.to(BF16).float(), x.to(BF16).float()).dtype is FP32
 
 
+@pytest.mark.filterwarnings("ignore")  # of the packages that transformers imports
+@pytest.mark.parametrize("casts", [True, False])
+def test_norms_and_embeddings_in_fp32_give_attention_fp32_inputs(casts):
+    """AMP0073."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    sizes = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 1, "num_key_value_heads": 1}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads)).bfloat16()
+    for name, weight in model.named_parameters():
+        if "norm" in name or "embed" in name:
+            weight.data = weight.data.float()
+    if casts:
+        model.bfloat16()
+    attention = mock.patch.object(
+        F, "scaled_dot_product_attention", side_effect=F.scaled_dot_product_attention
+    )
+    with attention as called, torch.autocast("cpu", dtype=BF16, enabled=not casts):
+        model(torch.arange(8)[None])
+    query, key = called.call_args.args[:2]
+    assert query.dtype is key.dtype is (BF16 if casts else FP32)
+
+
 @pytest.mark.parametrize("computed_in_fp32", [True, False])
 def test_a_cast_of_fp16_probabilities_does_not_save_their_gradient(computed_in_fp32):
     """AMP0022."""
