@@ -445,7 +445,7 @@ for dtype in (torch.float16, torch.bfloat16):
 # |---|---|
 # | `scaler.scale(loss).backward()` | multiplies the loss by the scale, and therefore every gradient |
 # | `scaler.unscale_(optimizer)` | divides the gradients by the scale in place and checks for inf and NaN; you need it before clipping |
-# | `scaler.step(optimizer)` | unscales the gradients if you did not call `unscale_`; calls `optimizer.step()` only if all gradients are finite |
+# | `scaler.step(optimizer)` | unscales the gradients if you did not call `unscale_`; the optimizer takes its step only if all gradients are finite |
 # | `scaler.update()` | by default halves the scale after a skipped step, and doubles it after 2000 good steps in a row |
 #
 # A skipped step is part of the search for a good scale. Use one scaler for the whole training run, and

@@ -351,10 +351,10 @@ recomputed = problem.change(train_amp, torch.float16, make_model=Checkpointed)
 assert torch.equal(recomputed, problem.change(train_amp, torch.float16))
 
 # %% [markdown]
-# AMP needs a change in one case (torch 2.15): two checkpointed parts share a weight, and a `context_fn`
-# selects which results each part saves. The second part saves no cast of the weight, because it uses the
-# copy that autocast made for the first. Its second run looks for this cast, so backward raises `… not found
-# in storage`. Give autocast `cache_enabled=False`. <!-- tests/notebooks/test_07_training_recipes.py -->
+# We know one case in which AMP needs a change (torch 2.15): two checkpointed parts share a weight, and
+# a `context_fn` selects which results each part saves. The second part saves no cast of the weight, because
+# it uses the copy that autocast made for the first. Its second run looks for this cast, so backward raises
+# `… not found in storage`. Give autocast `cache_enabled=False`. <!-- tests/notebooks/test_07_training_recipes.py -->
 #
 # **Without `use_reentrant=False`** you get the older kind of checkpoint, with a warning that asks you to
 # choose. If the checkpoint's input needs no gradient, such as a batch of data, the older kind cuts the graph

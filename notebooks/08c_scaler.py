@@ -96,8 +96,8 @@ assert "Attempting to unscale FP16 gradients." in message
 #   fp16](https://github.com/huggingface/diffusers/issues/6552).
 #
 # Two cases raise no error, but [the weights may soon stop
-# moving](08b_learning.ipynb#Half-precision-weights-stop-moving): a fused optimizer, which unscales the
-# gradients itself, and bf16 parameters on the CPU. On CUDA, bf16 parameters raise [another
+# moving](08b_learning.ipynb#Half-precision-weights-stop-moving): a fused optimizer without clipping, because
+# it unscales the gradients itself, and bf16 parameters on the CPU. On CUDA, bf16 parameters raise [another
 # error](https://github.com/pytorch/pytorch/issues/127176).
 
 # %%

@@ -75,6 +75,24 @@ def test_a_hook_sees_a_scaled_gradient():
     assert (seen, weight.grad.item()) == ([131072.0], 2.0)
 
 
+def test_in_one_block_around_the_loop_only_norms_change_the_loss():
+    torch.manual_seed(0)
+    x, target = torch.randn(16, 8), torch.randn(16, 8)
+    for norm, still_learns in ((nn.Identity(), False), (nn.LayerNorm(8), True)):
+        model = nn.Sequential(nn.Linear(8, 8), norm)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        losses = []
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            for _ in range(3):
+                optimizer.zero_grad()
+                loss = nn.functional.mse_loss(model(x), target)
+                loss.backward()
+                optimizer.step()
+                losses.append(loss.item())
+        assert (losses[0] > losses[1] > losses[2]) == still_learns
+        assert (losses[0] == losses[1] == losses[2]) != still_learns
+
+
 def first_step_is_skipped(scaler):
     """Whether a step with a gradient of 10 in fp16 overflows at the scaler's present scale."""
     weight = nn.Parameter(torch.ones(1))
