@@ -239,6 +239,7 @@ assert failure.code == "AMP0018"
 # | [An op returns fp32 inside an autocast block](02_autocast_dtypes.ipynb#Four-things-that-can-happen-to-an-op) `AMP0295` | torch.exp, softmax or log returns float32 under autocast, but I expected half |
 # | [A batched backward pass (vmap of autograd.grad) finds two dtypes](../docs/compile_and_kernels.md#why-is-the-output-fp32-under-vmap-and-autocast) `AMP0301` | `` Expected scalar types of X and dY are same. `` |
 # | [`.float()` has no effect on a matmul inside an autocast block](02_autocast_dtypes.ipynb#Nest-and-disable-autocast) `AMP0302` | I call .float() before the matmul but the result is still float16 under autocast |
+# | [A quantized model refuses `.to()`, `.half()` or `.cuda()`](../docs/quantized.md#can-i-call-half-or-todtype-on-a-quantized-model) `AMP0318` | `` `.to` is not supported for `4-bit` or `8-bit` `` |
 #
 # ### Replace ops and devices that refuse half precision
 #
@@ -276,6 +277,7 @@ assert failure.code == "AMP0018"
 # | [A warning suggests TF32](19_choose_your_precision.ipynb#What-fp32-means) `AMP0187` | `` TensorFloat32 tensor cores for float32 matrix multiplication available but not enabled. `` |
 # | [An int8 matmul of bitsandbytes fails inside cuBLAS](../docs/quantized.md#is-load_in_8bit-computed-in-fp16-or-in-bf16) `AMP0315` | `` cublasLt ran into an error! `` |
 # | [A bf16 matmul or convolution on a CPU returns wrong values](../docs/hardware.md#cpus) `AMP0305` | bfloat16 matmul gives an incorrect result on the CPU, without mkldnn |
+# | [Complex numbers in half precision (ComplexHalf)](08f_ops_and_devices.ipynb#An-op-does-not-exist-in-half-precision) `AMP0319` | `` ComplexHalf support is experimental and many operators don't support it yet. `` |
 #
 # ### Find the speed and the memory that AMP should save
 #

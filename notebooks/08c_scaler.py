@@ -509,6 +509,7 @@ assert after < 0.01 * before
 # ]
 # quoted = [
 #   "Detected call of `scheduler.step()` before `optimizer.step()`.",
+#   "`lr_scheduler.step()` before `optimizer.step()`",
 # ]
 # symptoms = [
 #   "warning about the order of the scheduler and the optimizer although I call scaler.step first",

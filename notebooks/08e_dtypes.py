@@ -84,6 +84,9 @@ def refusals(calls, *inputs):
 # ]
 # quoted = [
 #   "expected mat1 and mat2 to have the same dtype, but got: c10::Half != float",
+#   "mat1 and mat2 must have the same dtype", "expected m1 and m2 to have the same dtype",
+#   "expected mat1 and mat2 to have the same dtype",
+#   "Expected object of type torch.cuda.HalfTensor but found type torch.cuda.FloatTensor",
 #   "Input type (torch.cuda.HalfTensor) and weight type (torch.cuda.FloatTensor) should be the same",
 #   "Input type (CUDABFloat16Type) and weight type (torch.cuda.FloatTensor) should be the same",
 #   "Input type (CPUBFloat16Type) and weight type (torch.FloatTensor) should be the same",

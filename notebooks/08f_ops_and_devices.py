@@ -412,7 +412,6 @@ with without_bf16:
 #   "cuFFT doesn't support bfloat16 with compute capability less than",
 #   "cuFFT doesn't support signals of half type with compute capability less than",
 #   "MKL FFT doesn't support tensors of type", "\"{name}\" not implemented for 'Complexhalf'",
-#   "ComplexHalf support is experimental and many operators don't support it yet.",
 # ]
 # symptoms = [
 #   "torch.fft or rfft fails under autocast or with model.half()",

@@ -252,6 +252,7 @@ def search_data() -> dict[str, Any]:
         "subject_words": vocabulary["subject_words"],
         "synonyms": synonyms,
         "clues": clues(),
+        "one_cause": _clues_file()["one_cause"]["messages"],
         "named": named(synonyms),
         "described": described(synonyms),
         "questions": questions,

@@ -93,6 +93,7 @@ const AmpExplain = (() => {
   /** The failures to which the rest of the text points, if the message of `first` has many causes. */
   function byClues(first, lower, reference) {
     const context = lower.slice(-LONGEST_CONTEXT);
+    if ((reference.one_cause ?? []).some((message) => context.includes(message))) return [];
     const lengths = new Map();
     for (const [code, clues] of Object.entries(reference.clues[first] ?? {})) {
       const standing = clues.filter((clue) => clue.split(" ").every((part) => context.includes(part)));

@@ -163,6 +163,35 @@ def test_the_longest_clue_comes_first_and_the_failure_of_the_message_last():
     assert codes == ["AMP0141", "AMP0170", "AMP0045"]
 
 
+def test_a_message_with_one_cause_is_not_moved_by_a_clue():
+    text = (
+        "x = grid_sample(a, b.half())\nUnexpected floating ScalarType in at::autocast::prioritize"
+    )
+    assert explain(text)[0].code == "AMP0021"
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        (
+            "ValueError: `.to` is not supported for `4-bit` or `8-bit` bitsandbytes models",
+            "AMP0318",
+        ),
+        (
+            "ComplexHalf support is experimental and many operators don't support it yet",
+            "AMP0319",
+        ),
+        ("bf16 mixed precision requires PyTorch >= 1.10 and a supported device", "AMP0067"),
+        (
+            "RuntimeError: self and mat2 must have the same dtype, quantization_bit 4 gptq",
+            "AMP0156",
+        ),
+    ],
+)
+def test_a_message_is_known_without_its_end(text, code):
+    assert explain(text)[0].code == code
+
+
 def test_every_clue_leads_to_a_failure_of_the_reference():
     for message_of, causes in REFERENCE.clues.items():
         assert message_of in REFERENCE.failures

@@ -186,6 +186,8 @@ def _by_clues(first: str, lower: str, reference: Reference) -> list[str]:
     The failure with the longest clue comes first.
     """
     context = lower[-_LONGEST_CONTEXT:]
+    if any(message in context for message in reference.one_cause):
+        return []
     lengths: dict[str, int] = {}
     for code, clues in reference.clues.get(first, {}).items():
         for clue in clues:

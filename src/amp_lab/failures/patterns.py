@@ -54,6 +54,7 @@ class Pattern(NamedTuple):
 
 def pattern(code: str, message: str, *, general: bool = False) -> Pattern:
     """The pattern of a message of the failure `code`; see `Pattern` for `general`."""
+    message = message.removesuffix(".")  # people often leave it out
     regex = ""
     literal = 0
     runs = [""]  # in lower case; a part that may differ ends a run

@@ -78,6 +78,8 @@ class Reference:
     clues: dict[str, dict[str, list[str]]]
     """For a failure whose messages have many causes: by the code of each cause, the clues to it.
     All parts of a clue stand in the text, in any order."""
+    one_cause: list[str]
+    """Parts of messages, in lower case, that have one cause: no clue to another counts."""
     named: dict[str, dict[str, list[str]]]
     """Devices, frameworks and other things that a description names: the ``words`` for each, and
     the ``codes`` of the failures that have one of them."""
@@ -123,6 +125,7 @@ def reference_from(data: dict[str, Any]) -> Reference:
         subject_words=frozenset(data["subject_words"]),
         synonyms=data["synonyms"],
         clues=data["clues"],
+        one_cause=data.get("one_cause", []),
         named=data["named"],
         described=data["described"],
     )
