@@ -529,9 +529,9 @@ assert "Unexpected floating ScalarType in at::autocast::prioritize" in messages[
 # fp32, look for a bf16 autocast block inside an fp16 block, or the reverse: nested blocks share a cache of
 # cast weights.
 #
-# The cache keeps the 16-bit copy of an fp32 weight until the outermost block ends, if the weight requires a
-# gradient. The cache does not check whether this copy has the dtype of the current block. So in our program,
-# the inner block casts the input to bf16 but takes an fp16 weight from the cache.
+# The cache keeps the 16-bit copy of an fp32 weight until the outermost block ends, if the weight requires a gradient
+# (but under `torch.inference_mode()` it keeps none). The cache does not check whether this copy has the dtype of the
+# current block. So in our program, the inner block casts the input to bf16 but takes an fp16 weight from the cache.
 #
 # The message with `prioritize` comes from an op that autocast runs in the widest dtype of its inputs
 # ([notebook 02](02_autocast_dtypes.ipynb)), such as `cat` on a CPU or `addcmul` on CUDA. Under autocast, such

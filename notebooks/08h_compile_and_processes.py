@@ -202,8 +202,8 @@ for dtype in (torch.bfloat16, torch.float16):
     assert outcome in ("runs", message)
 
 # %% [markdown]
-# **Why.** For an LSTM with an fp32 input, torch chooses the kernel of oneDNN, its library for CPUs. Then
-# autocast casts the tensors to 16 bits, but oneDNN may have no 16-bit LSTM for your CPU.
+# **Why.** For an LSTM with an fp32 input and without `proj_size`, torch chooses the kernel of oneDNN, its
+# library for CPUs. Then autocast casts the tensors to 16 bits, but oneDNN may have no 16-bit LSTM for your CPU.
 #
 # On x86, oneDNN has a bf16 LSTM only for CPUs with AVX-512. It had no LSTM that trains in fp16 on [the CPU
 # that we measured](../data/results/cpu-ops-xeon-2-cores.json). <!-- tests/core/test_cpu.py -->

@@ -102,8 +102,8 @@ assert 6 < sum(held["bf16, 8-bit AdamW"].values()) < 6.1
 assert held["fp32, Adafactor"]["state"] < 0.01
 
 # %% [markdown]
-# The figure splits these bytes into weight, gradient and optimizer state. Two of PyTorch's optimizers keep
-# less state than AdamW:
+# The figure splits these bytes into weight, gradient and optimizer state. For example, two of PyTorch's
+# optimizers keep less state than AdamW:
 # [Adafactor](https://docs.pytorch.org/docs/stable/generated/torch.optim.Adafactor.html) stores one value
 # for each row and one for each column of a matrix, and
 # [Muon](https://docs.pytorch.org/docs/stable/generated/torch.optim.Muon.html) stores one moment instead of

@@ -57,6 +57,9 @@ def test_the_ranks_share_out_the_permutation_that_one_process_draws():
         for rank in range(4):
             share = DistributedSampler(range(32), num_replicas=4, rank=rank, seed=seed)
             assert list(share) == alone[rank::4]
+            assert list(share) == alone[rank::4]  # the next epoch draws the same
+            share.set_epoch(1)
+            assert list(share) != alone[rank::4]
 
 
 @pytest.mark.usefixtures("one_rank", "one_thread_and_seed")
