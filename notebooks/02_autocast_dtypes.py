@@ -83,7 +83,7 @@ assert defaults == [torch.bfloat16] + [torch.float16] * 3
 #
 # You can predict the dtype of an op with three questions, in this order:
 #
-# 1. **Is the call eligible?** [Some tensors and some calls](#What-is-eligible,-and-what-is-not) are never
+# 1. **Is the call eligible?** [Some tensors and some calls](#What-is-eligible,-and-what-is-not) are not
 #    cast.
 # 2. **Is the op on the list of this backend?** If neither the op nor the ops that it calls are listed,
 #    PyTorch's usual promotion applies: fp32 and a 16-bit dtype give fp32.
@@ -151,7 +151,7 @@ assert list(found.values()) == [low] + [torch.float32] * 4 + [low]
 # Autocast lowers only the first matmul. The other calls follow these rules:
 #
 # - **In-place ops and `out=`** write into a tensor that exists, so its dtype cannot change. Autocast
-#   does not cast the inputs of such calls, so our two calls ran in fp32.
+#   has no rule for such calls, so our two calls ran in fp32.
 # - **Tensors on another device** are not cast, because the first argument of `torch.autocast` names one
 #   type of device. Our tensors were on `meta`, a device that stores no data. If you name a device that
 #   the machine does not have, nothing is cast, sometimes without a warning. So pass the device of your

@@ -336,7 +336,7 @@ assert torch.multinomial(probabilities_in(torch.bfloat16), 1).item() in (0, 1)
 # layers.
 #
 # **Not this.** Do not turn sampling off, and do not set `remove_invalid_values=True`: the error disappears, but
-# the text still comes from NaN.
+# the text still comes from NaN. <!-- tests/notebooks/test_08a_values.py -->
 
 # %% [markdown]
 # ## NaN because an epsilon of 1e-8 is zero in fp16

@@ -239,6 +239,18 @@ def test_the_trainer_logs_a_loss_of_0_where_it_is_nan(tmp_path):
     assert math.isnan(logged(logging_nan_inf_filter=False)["loss"])
 
 
+def test_remove_invalid_values_makes_nan_a_logit_of_0():
+    """AMP0065: what Transformers adds to `generate` for this option."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    logits = torch.full((1, 4), math.nan).half()
+    with pytest.raises(RuntimeError, match="probability tensor contains either"):
+        torch.multinomial(logits.softmax(-1), 1)
+    remove = transformers.InfNanRemoveLogitsProcessor()
+    repaired = remove(torch.zeros(1, 1, dtype=torch.long), logits)
+    assert repaired.tolist() == [[0, 0, 0, 0]]
+    torch.multinomial(repaired.softmax(-1), 1)  # no error: each token is as likely
+
+
 def test_an_epsilon_below_3e_8_is_zero_in_fp16():
     """AMP0005."""
     assert torch.tensor([1e-8, 1e-12, 2.9e-8]).half().tolist() == [0, 0, 0]
