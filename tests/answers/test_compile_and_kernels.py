@@ -365,6 +365,9 @@ def test_vmap_adds_the_bias_in_fp32():
         assert torch.vmap(unbiased)(x).dtype is BF16
     product = x.to(BF16) @ layer.weight.to(BF16).T
     torch.testing.assert_close(mapped, product.float() + layer.bias, rtol=0.01, atol=0.01)
+    exact = F.linear(*(values.detach().double() for values in (x, layer.weight, layer.bias)))
+    with torch.autocast("cpu", dtype=BF16):
+        assert error_of(mapped.detach(), exact) < 1.5 * error_of(layer(x).detach(), exact)
     assert "`torch.vmap(layer)(x).to(torch.bfloat16)`" in PAGE
 
 

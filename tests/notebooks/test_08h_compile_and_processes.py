@@ -13,7 +13,12 @@ import torch.distributed as dist
 from rank_processes import values_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    FullyShardedDataParallel,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -318,6 +323,28 @@ def test_a_debugging_variable_compares_the_dtypes_of_the_ranks(monkeypatch):
     for message in values_of(sums_of_two_dtypes, 2):
         assert "Detected mismatch between collectives on ranks" in message
         assert "TensorDtypes=BFloat16" in message
+
+
+def fsdp1(model, **options):
+    return FullyShardedDataParallel(model, device_id=torch.device("cpu"), **options)
+
+
+@pytest.mark.filterwarnings("ignore")  # FSDP1 is deprecated, and does not shard with one rank
+@pytest.mark.parametrize("how", ["FSDP1", "FSDP1 and autocast", "FSDP2"])
+def test_a_compiled_sharded_model_has_fp32_gradients(group_of_one, how):
+    """AMP0314."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    if how == "FSDP2":
+        shard(model, param_dtype=BF16)
+    elif how == "FSDP1":
+        model = fsdp1(model, mixed_precision=MixedPrecision(param_dtype=BF16))
+    else:
+        model = fsdp1(model)
+    with torch.autocast("cpu", dtype=BF16, enabled="autocast" in how):
+        output = torch.compile(model, backend="aot_eager")(x)
+    output.sum().backward()
+    assert output.dtype is BF16
+    assert {weight.grad.dtype for weight in model.parameters()} == {torch.float32}
 
 
 class Branch(nn.Sequential):
