@@ -118,8 +118,8 @@ print("T4, a model trained in bf16:", choose(turing, "infer", trained_in="bf16")
 # - **bf16** wherever bf16 is fast. It has the range of fp32, so training needs no scaler.
 # - **fp16** where only fp16 is fast: on V100, T4 and RTX 20. Training in fp16 needs a scaler.
 # - **fp32** on GPUs without tensor cores or similar units, such as GTX 10 and GTX 16. Also use
-#   fp32 where accuracy matters more than speed: in solvers, in statistics, and for small differences of
-#   large numbers.
+#   fp32, with TF32 off, where accuracy matters more than speed: in solvers, in statistics, and for small
+#   differences of large numbers.
 #
 # For training, use autocast and keep the weights in fp32. For inference, cast the weights once, which halves
 # their memory.
@@ -144,7 +144,7 @@ print("T4, a model trained in bf16:", choose(turing, "infer", trained_in="bf16")
 #
 # ## Known problems of each device
 #
-# The list above does not show these problems:
+# `GPUS` says nothing of these problems:
 #
 # - **GTX 16.** fp16 gives NaN in some models ([report](https://github.com/pytorch/pytorch/issues/58123), [another
 #   report](https://github.com/pytorch/pytorch/issues/77955)). Use fp32.
@@ -152,40 +152,22 @@ print("T4, a model trained in bf16:", choose(turing, "infer", trained_in="bf16")
 #   GPUs](https://github.com/pytorch/pytorch/issues/190385).
 # - **V100, T4 and RTX 20.** These GPUs [emulate bf16 and have no TF32](../docs/hardware.md#t4-v100-and-rtx-20). Use
 #   fp16.
-# - **RTX 40 and 50.** Their data sheets
+# - **GeForce RTX 40 and 50.** Their data sheets
 #   ([RTX 40](https://images.nvidia.com/aem-dam/Solutions/geforce/ada/nvidia-ada-gpu-architecture.pdf), [RTX
 #   50](https://images.nvidia.com/aem-dam/Solutions/geforce/blackwell/nvidia-rtx-blackwell-gpu-architecture.pdf)) list
 #   two rates for fp16 matmuls. The higher rate is for sums in fp16. PyTorch adds in fp32, so expect the lower
 #   rate, which is half as high.
-# - **MI210 and MI250.** Use bf16. In fp16, subnormals would become 0, so PyTorch [casts the inputs of backward
-#   matmuls from fp16 to bf16](https://docs.pytorch.org/docs/stable/notes/numerical_accuracy.html).
+# - **MI210 and MI250.** Use bf16. Their 16-bit matmuls replace fp16's subnormals by 0, so PyTorch [casts fp16
+#   inputs of backward matmuls to bf16](https://docs.pytorch.org/docs/stable/notes/numerical_accuracy.html).
 # - **MI300.** Its FP8 format is called *fnuz*. The same bits stand for half the value that they have on other
 #   GPUs ([notebook 15](15_below_16_bits.ipynb)).
-# - **Arc A.** Use bf16. Arc A has no float64, which `GradScaler` needs. [Arc B has
-#   float64](https://github.com/pytorch/pytorch/issues/147731). PyTorch calls both devices `xpu`.
-# - **Apple M1 to M4.** Use fp32. These chips are hardly faster in 16 bits: M1 and M2 [emulate
+# - **Arc A.** Use bf16. You cannot train in fp16 with a `GradScaler`, because it needs float64, which Arc A does
+#   not have. [Arc B has float64](https://github.com/pytorch/pytorch/issues/147731).
+# - **Apple M1 to M4.** Use fp32. These chips are hardly faster in 16 bits, and M1 and M2 even [emulate
 #   bf16](https://github.com/huggingface/transformers/pull/40458). On any Mac, bf16 [needs macOS
 #   14](https://github.com/pytorch/pytorch/issues/139386).
 # - **CPUs.** fp16 [can be as fast as fp32, or 60 times slower](../data/results/README.md). Use fp16 only if `amp-lab
 #   doctor` shows that it is fast.
-#
-# Why do subnormals matter on an MI210 or MI250? Gradients of about 1e-5 are ordinary. We count how many of
-# them become 0:
-
-# %%
-torch.manual_seed(0)
-gradients = torch.randn(100_000) * 1e-5
-smallest = torch.finfo(torch.float16).smallest_normal
-flushed = (gradients.half().abs() < smallest).float().mean().item()
-lost = (gradients.half() == 0).float().mean().item()
-print(f"gradients that become 0 in fp16: {lost:.1%}, or {flushed:.1%} without subnormals")
-print(f"gradients that become 0 in bf16: {(gradients.bfloat16() == 0).float().mean():.1%}")
-assert lost < 0.01 < 0.99 < flushed
-assert not (gradients.bfloat16() == 0).any()
-
-# %% [markdown]
-# Without subnormals, nearly all of these gradients would become 0 in fp16. PyTorch's cast to bf16 prevents
-# this. But then fp16 is no more accurate than bf16 in backward matmuls. So use bf16 from the start.
 #
 # ## What fp32 means
 #
@@ -203,7 +185,7 @@ assert not (gradients.bfloat16() == 0).any()
 # | `"high"` | TF32 | TF32, if the CPU has TF32 |
 # | `"medium"` | TF32 | bf16, if the CPU has bf16 |
 #
-# The next cell prints the settings, so you need no GPU. In the output, `ieee` means fp32:
+# The next cell only prints the settings, so it needs no GPU. In the output, `ieee` means fp32:
 
 
 # %%
@@ -267,8 +249,8 @@ assert torch.get_float32_matmul_precision() == before
 # ## Trained in bf16, on a GPU without it
 #
 # Many language models were trained in bf16, whose largest number is 3.4e38. The largest number of fp16 is
-# only 65504. The weights, inputs and outputs of the next model do not overflow in fp16, but its hidden values do.
-# `largest_values` returns the largest magnitude that each module computes. The modules of an
+# only 65504. The next model has weights, inputs and outputs that fit into this range, and hidden values
+# that do not fit. `largest_values` returns the largest magnitude that each module computes. The modules of an
 # `nn.Sequential` are called 0, 1 and 2:
 # <!-- tests/numerics/test_largest_values.py -->
 
@@ -288,11 +270,11 @@ assert in_bf16.isfinite().all()
 assert not in_fp16.isfinite().all()
 
 # %% [markdown]
-# The hidden values, up to 2.69e+05, overflow in fp16, so the outputs are not finite.
+# In fp16, the hidden values, up to 2.69e+05, become infinite, and the outputs are not finite either.
 #
 # **Look before you cast**: call `largest_values` on some of your inputs, in fp32 or bf16. A CPU is enough.
 # Each value should be at most half of 65504, because other inputs may give larger values. `amp-lab export
-# --dtype fp16` does not export a model whose outputs are not finite. <!-- tests/train/test_export.py -->
+# --dtype fp16` refuses a model whose outputs are NaN or infinite. <!-- tests/train/test_export.py -->
 #
 # If a value is larger, you have two remedies:
 #
@@ -307,7 +289,7 @@ assert not in_fp16.isfinite().all()
 #
 # Other frameworks use three words:
 #
-# - **Mixed** usually means fp32 weights under autocast.
+# - **Mixed** usually means autocast. The weights keep their dtype, which is fp32 unless you load them in 16 bits.
 # - **True** means that the weights are cast, so gradients and optimizer state are in 16 bits too.
 # - **bf16** alone has three meanings. In accelerate and transformers it means mixed. In torchtune it means
 #   true. In DeepSpeed it means bf16 weights in the model and an fp32 copy of them in the optimizer.
@@ -386,9 +368,9 @@ assert set(rows["model.to(bfloat16)"]) == {"bfloat16"}
 #
 # - accelerate and Fabric wrap the model: `model, optimizer = fabric.setup(model, optimizer)`. Call the
 #   wrapped model. It returns fp32, as the table shows.
-# - To get 16-bit outputs from accelerate after training, call
-#   `accelerator.unwrap_model(model, keep_fp32_wrapper=False)`. This removes autocast too, so call the
-#   returned model inside `with accelerator.autocast():`.
+# - accelerate's wrapper runs the model under autocast and casts the outputs to fp32.
+#   `accelerator.unwrap_model(model, keep_fp32_wrapper=False)` removes both. For 16-bit outputs, call the returned
+#   model inside `with accelerator.autocast():`.
 # - On a CPU, two settings do not do what their names say: Fabric's `16-mixed` computes in bf16, and
 #   accelerate's `fp16` computes in fp32. <!-- tests/notebooks/test_19_choose_your_precision.py -->
 #
@@ -423,7 +405,7 @@ assert set(rows["model.to(bfloat16)"]) == {"bfloat16"}
 # - By default, fp32 matmuls run in fp32. On an NVIDIA GPU with TF32, fp32 convolutions run in TF32. Set each mode once, with
 #   `torch.set_float32_matmul_precision` for matmuls and `torch.backends.cudnn.allow_tf32` for convolutions.
 # - Before you cast a bf16 model to fp16, look at its largest values.
-# - A "mixed" setting keeps fp32 weights. A "true" setting in 16 bits does not.
+# - A "mixed" setting leaves fp32 weights in fp32. A "true" setting in 16 bits casts them.
 #
 # ## Exercises
 #
@@ -459,7 +441,7 @@ exercises.check_cases(answers)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# Find the GPU in the list that we printed from `GPUS`. The table of problems helps too.
+# Find the GPU in the list that we printed from `GPUS`. The known problems help too.
 #
 # </details>
 #
@@ -567,8 +549,8 @@ exercises.check_scale_down(scale_down)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# Divide the largest magnitude that the first layer returns by 1024, and round the base-2 logarithm of the
-# quotient up. Scale the bias of the first layer together with its weight.
+# The factor is 2^k. To find k, divide the largest magnitude that the first layer returns by 1024, take the
+# base-2 logarithm, and round it up. Scale the bias of the first layer together with its weight.
 #
 # </details>
 #
