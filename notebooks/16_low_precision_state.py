@@ -302,7 +302,7 @@ for cured in ("bf16, stochastic", "bf16, Kahan", "bf16, masters"):
 # |---|---|---|---|
 # | PyTorch | `torch.autocast` | `model.bfloat16()` | the gradients' dtype ([DDP](11_scale_out.ipynb)) |
 # | FSDP2 | `MixedPrecisionPolicy(param_dtype=bf16)` | a model in bf16 | [`reduce_dtype`](https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html) (set it: the default depends on the torch version) |
-# | DeepSpeed | `"bf16": {"enabled": true}` | `"bf16": {"enabled": true, "bf16_master_weights_and_grads": true, "bf16_optimizer_states": true}` ([settings](https://www.deepspeed.ai/docs/config-json/)) | `communication_data_type` |
+# | DeepSpeed with ZeRO | `"bf16": {"enabled": true}` | `"bf16": {"enabled": true, "bf16_master_weights_and_grads": true, "bf16_optimizer_states": true}` ([settings](https://www.deepspeed.ai/docs/config-json/)) | `communication_data_type` |
 # | torchtitan ([settings](https://github.com/pytorch/torchtitan/tree/main/torchtitan/config)) | `training.mixed_precision_param` | `training.dtype` | `training.mixed_precision_reduce` |
 #
 # torchao's low-bit optimizers [round
