@@ -46,8 +46,8 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
     reports a parameter, in the model or outside, that this step made inf or NaN.
 
     Compiled functions and other threads are not watched.
-    With FSDP2, each rank watches only its shards. The host waits for each op, so use the block for
-    one step only.
+    With FSDP2, each rank watches the ops and gradients of its batch, and its shards of the weights.
+    The host waits for each op, so use the block for one step only.
 
     Args:
         model: The model. The block does not change the results of the model.
