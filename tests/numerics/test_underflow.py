@@ -2,6 +2,7 @@
 
 import json
 import math
+from pathlib import Path
 
 import matplotlib as mpl
 import pytest
@@ -430,3 +431,22 @@ def test_as_json_it_has_the_counts_of_every_row():
     assert [row["values"] for row in content["rows"]] == [row.values for row in report.rows]
     assert content["parameters"]["lost at 1"] == report.parameters.zero_in_fp16(1.0) > 0
     assert content["outputs"]["smallest_scale"] == report.outputs.smallest_scale
+
+
+def numbers(row):
+    """The counts and percentages in a row of the table."""
+    return [float(word.replace(",", "")) for word in row.split()[4:-1]]
+
+
+def test_the_table_of_the_page_is_that_of_a_small_network():
+    """docs/when_it_breaks.md. Another CPU may round a few of the 2,048 gradients differently."""
+    page = Path(__file__).parents[2] / "docs" / "when_it_breaks.md"
+    table = page.read_text(encoding="utf-8").partition("```text\nlayer ")[2].partition("```")[0]
+    layers = [layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.ReLU())]
+    model = nn.Sequential(*layers, nn.Linear(64, 10))
+    x, target = torch.randn(32, 64), torch.randint(0, 10, (32,))
+    report = str(gradient_underflow(model, nn.functional.cross_entropy(model(x), target) / 1000))
+    rows = zip(table.splitlines()[2:], report.splitlines()[2:7], strict=True)
+    for shown, found in rows:
+        assert shown.split()[0] == found.split()[0]
+        assert numbers(found) == pytest.approx(numbers(shown), abs=0.5)
