@@ -107,8 +107,8 @@ step_with_parameters_in(torch.bfloat16)
 # %% [markdown]
 # **The fix.** Convert every parameter that you train to fp32, and let autocast make the fp16 copies.
 # Frozen weights may stay in fp16. Load the model with `dtype=torch.float32`, or for LoRA call
-# `cast_mixed_precision_params(model, torch.float16)` of PEFT or `cast_training_params(model)` of
-# Diffusers.
+# `cast_mixed_precision_params(model, torch.float16)` of PEFT or [`cast_training_params(model)` of
+# Diffusers](https://github.com/huggingface/diffusers/blob/main/src/diffusers/training_utils.py).
 #
 # Without a library, convert them in a loop:
 
