@@ -1,6 +1,7 @@
 """Several processes that train one model: what they agree on, compute and send."""
 
 import re
+import time
 
 import pytest
 import torch
@@ -72,6 +73,23 @@ def test_an_error_of_one_is_raised_by_all_and_told_by_it():
     ended = values_of(joined, 2, "ddp", fail_on, 0)
     assert ended[0] == ("RunError", "no such thing")
     assert ended[1] == ("OtherRankError", "rank 0: no such thing")
+
+
+def wait_for_a_slow_rank():
+    """The error on each rank if rank 1 is slower than the timeout."""
+    try:
+        with join("ddp", CPU, timeout_s=2) as ranks:
+            ranks.gather("ready")
+            if ranks.rank == 1:
+                time.sleep(6)
+            ranks.gather("done")
+    except ParallelError as error:
+        return str(error)
+
+
+def test_a_rank_waits_for_a_slow_one_at_most_the_timeout():
+    first, _ = values_of(wait_for_a_slow_rank, 2)
+    assert "rank 0: no answer from another process" in first
 
 
 def settings_differ(ranks):
