@@ -452,8 +452,7 @@ for options in ({}, {"cast_inputs": torch.float32}):
 #
 # Autocast does not cast the inputs of a kernel without a rule for autocast. This is usual for kernels of other
 # packages, and for an op that you define with `torch.library`. Cast the inputs yourself, or register a dtype for
-# your op with `torch.library.register_autocast`. Under `torch.vmap`, the backward pass of a norm [may also raise
-# such an error](https://github.com/pytorch/pytorch/issues/184890). <!-- tests/notebooks/test_08e_dtypes.py -->
+# your op with `torch.library.register_autocast`. <!-- tests/notebooks/test_08e_dtypes.py -->
 #
 # **Notice it earlier.** Test each custom function once under autocast, including its backward pass.
 
@@ -645,9 +644,7 @@ with torch.autocast("cpu", dtype=torch.bfloat16):
 
 # %% [markdown]
 # **Notice it earlier.** Check the dtype of one batch of inputs: `assert batch.dtype is torch.float32`.
-
-# %% [markdown]
+#
 # ## Further reading
 #
-# - [Autocast op reference](https://docs.pytorch.org/docs/stable/amp.html#autocast-op-reference): the ops
-#   whose inputs autocast casts, and the dtypes in which these ops run.
+# - [Autocast op reference](https://docs.pytorch.org/docs/stable/amp.html#autocast-op-reference) of PyTorch.

@@ -144,7 +144,7 @@ print("T4, a model trained in bf16:", choose(turing, "infer", trained_in="bf16")
 #
 # ## Known problems of each device
 #
-# `GPUS` says nothing of these problems:
+# The list that we printed from `GPUS` does not show these problems:
 #
 # - **GTX 16.** fp16 gives NaN in some models ([report](https://github.com/pytorch/pytorch/issues/58123), [another
 #   report](https://github.com/pytorch/pytorch/issues/77955)). Use fp32.
@@ -155,9 +155,9 @@ print("T4, a model trained in bf16:", choose(turing, "infer", trained_in="bf16")
 # - **GeForce RTX 40 and 50.** Their data sheets
 #   ([RTX 40](https://images.nvidia.com/aem-dam/Solutions/geforce/ada/nvidia-ada-gpu-architecture.pdf), [RTX
 #   50](https://images.nvidia.com/aem-dam/Solutions/geforce/blackwell/nvidia-rtx-blackwell-gpu-architecture.pdf)) list
-#   two rates for fp16 matmuls. The higher rate is for sums in fp16. PyTorch adds in fp32, so expect the lower
+#   two rates for fp16 matmuls. The higher rate is for sums in fp16. By default, PyTorch adds in fp32, so expect the lower
 #   rate, which is half as high.
-# - **MI210 and MI250.** Use bf16. Their 16-bit matmuls replace fp16's subnormals by 0, so PyTorch [casts fp16
+# - **MI210 and MI250.** Use bf16. Their fp16 matmuls replace subnormals by 0, so PyTorch [casts fp16
 #   inputs of backward matmuls to bf16](https://docs.pytorch.org/docs/stable/notes/numerical_accuracy.html).
 # - **MI300.** Its FP8 format is called *fnuz*. The same bits stand for half the value that they have on other
 #   GPUs ([notebook 15](15_below_16_bits.ipynb)).
@@ -276,7 +276,7 @@ assert not in_fp16.isfinite().all()
 # Each value should be at most half of 65504, because other inputs may give larger values. `amp-lab export
 # --dtype fp16` refuses a model whose outputs are NaN or infinite. <!-- tests/train/test_export.py -->
 #
-# If a value is larger, you have two remedies:
+# If a value is larger, run the model in fp32, or use one of two remedies:
 #
 # - **Keep the layers with such values in fp32**, and the rest in fp16. In the transformers library, a model
 #   class can list these layers in `_keep_in_fp32_modules`, as T5 does.
@@ -290,7 +290,7 @@ assert not in_fp16.isfinite().all()
 # Other frameworks use three words:
 #
 # - **Mixed** usually means autocast. The weights keep their dtype, which is fp32 unless you load them in 16 bits.
-# - **True** means that the weights are cast, so gradients and optimizer state are in 16 bits too.
+# - **True** means that the weights are cast, for example to bf16. Then gradients and optimizer state are in bf16 too.
 # - **bf16** alone has three meanings. In accelerate and transformers it means mixed. In torchtune it means
 #   true. In DeepSpeed it means bf16 weights in the model and an fp32 copy of them in the optimizer.
 #
@@ -366,11 +366,11 @@ assert set(rows["model.to(bfloat16)"]) == {"bfloat16"}
 # | Keras `mixed_bfloat16` | fp32 | bf16 | fp32 | fp32 | bf16 |
 # | Keras `bfloat16` | bf16 | bf16 | bf16 | bf16 | bf16 |
 #
-# - accelerate and Fabric wrap the model: `model, optimizer = fabric.setup(model, optimizer)`. Call the
-#   wrapped model. It returns fp32, as the table shows.
-# - accelerate's wrapper runs the model under autocast and casts the outputs to fp32.
-#   `accelerator.unwrap_model(model, keep_fp32_wrapper=False)` removes both. For 16-bit outputs, call the returned
-#   model inside `with accelerator.autocast():`.
+# - accelerate and Fabric wrap the model. The wrapper runs it under autocast, and then casts its outputs to fp32.
+#   Lightning's Trainer calls the model itself, so the outputs stay in bf16.
+# - After training with accelerate, you get 16-bit outputs in two steps. First remove the wrapper with
+#   `accelerator.unwrap_model(model, keep_fp32_wrapper=False)`. Then call the model inside `with
+#   accelerator.autocast():`, because autocast was part of the wrapper.
 # - On a CPU, two settings do not do what their names say: Fabric's `16-mixed` computes in bf16, and
 #   accelerate's `fp16` computes in fp32. <!-- tests/notebooks/test_19_choose_your_precision.py -->
 #
@@ -405,7 +405,7 @@ assert set(rows["model.to(bfloat16)"]) == {"bfloat16"}
 # - By default, fp32 matmuls run in fp32. On an NVIDIA GPU with TF32, fp32 convolutions run in TF32. Set each mode once, with
 #   `torch.set_float32_matmul_precision` for matmuls and `torch.backends.cudnn.allow_tf32` for convolutions.
 # - Before you cast a bf16 model to fp16, look at its largest values.
-# - A "mixed" setting leaves fp32 weights in fp32. A "true" setting in 16 bits casts them.
+# - A "mixed" setting leaves fp32 weights in fp32. A "true" setting, such as `bf16-true`, casts them.
 #
 # ## Exercises
 #
