@@ -381,7 +381,8 @@ with without_bf16:
 
 # %% [markdown]
 # **Why.** NVIDIA's GPUs support bf16 since compute capability 8.0 (Ampere). On an older GPU, such as a T4,
-# V100 or P100, PyTorch emulates bf16 slowly, and some other libraries refuse bf16.
+# V100 or P100, PyTorch emulates bf16 slowly, and some other libraries refuse bf16. AMD's Radeon RX 5000 and
+# RX 6000 (RDNA 1 and 2) also compute no bf16.
 #
 # Users report the cuBLAS error on [an M40](https://github.com/opendatalab/MinerU/issues/1508) and [a
 # P100](https://github.com/pytorch/pytorch/issues/57773), and the Triton error on [a
@@ -397,7 +398,9 @@ with without_bf16:
 # %% [markdown]
 # **Not this.** Do not choose bf16 because `torch.cuda.is_bf16_supported()` returns True: it also returns
 # True on a GPU that only emulates bf16. Pass
-# `including_emulation=False`. <!-- tests/notebooks/test_19_choose_your_precision.py -->
+# `including_emulation=False`. <!-- tests/notebooks/test_19_choose_your_precision.py --> On an AMD GPU, the
+# function always returns True, with this argument too ([an RX
+# 6600](https://github.com/unslothai/unsloth/pull/7682)).
 #
 # **Notice it earlier.** Run `amp-lab doctor` or `recommend_precision(device)`. Both measure which dtypes are
 # fast on a device. <!-- tests/core/test_device.py -->
