@@ -257,7 +257,7 @@ assert failure.code == "AMP0018"
 # | [A sparse matmul has no half-precision kernel, and .float() does not help](08f_ops_and_devices.ipynb#An-op-does-not-exist-in-half-precision) `AMP0061` | `` "addmm_sparse_cuda" not implemented for 'half' `` |
 # | [vLLM refuses bf16 on a GPU before Ampere](08f_ops_and_devices.ipynb#The-GPU-has-no-bf16) `AMP0068` | `` Bfloat16 is only supported on GPUs with compute capability of at least 8.0. `` |
 # | [vLLM refuses fp16 for a model that was trained in bf16](19_choose_your_precision.ipynb#Trained-in-bf16,-on-a-GPU-without-it) `AMP0168` | `` The model type '…' does not support float16. Reason: `` |
-# | [MPS has no bf16 on this macOS, and no FP8](19_choose_your_precision.ipynb#Known-problems-of-each-device) `AMP0069` | `` BFloat16 is not supported on MPS `` |
+# | [MPS has no bf16 on this macOS, or no FP8](19_choose_your_precision.ipynb#Known-problems-of-each-device) `AMP0069` | `` BFloat16 is not supported on MPS `` |
 # | [MPS aborts because one op gets two dtypes](08e_dtypes.ipynb#A-half-precision-output-leaves-the-block) `AMP0167` | `` error: input types 'tensor<…f16>' and 'tensor<…f32>' are not broadcast compatible `` |
 # | [xFormers has no attention kernel for these inputs](08f_ops_and_devices.ipynb#Attention-finds-no-kernel) `AMP0072` | `` No operator found for `memory_efficient_attention_forward` `` |
 # | [transformers casts hidden states back for flash attention](08f_ops_and_devices.ipynb#Flash-attention-refuses-fp32) `AMP0073` | `` The input hidden states seems to be silently casted in float32 `` |

@@ -345,6 +345,8 @@ def test_sums_by_index_stop_where_the_next_integer_is_missing(dtype, end):
     ones, index = torch.ones(5000, dtype=dtype), torch.zeros(5000, dtype=torch.long)
     zeros = torch.zeros(1, dtype=dtype)
     assert zeros.index_add(0, index, ones) == end
+    rows = torch.zeros(1, 2, dtype=dtype).index_add(0, index, ones[:, None].expand(-1, 2))
+    assert (rows - 5000).abs().max() < 16  # rows are added in fp32, and rounded once
     assert zeros.index_put((index,), ones, accumulate=True) == end
     assert torch.segment_reduce(ones, "sum", lengths=torch.tensor([5000])) == end
     h = torch.zeros(2, dtype=dtype, requires_grad=True)
