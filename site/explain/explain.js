@@ -4,8 +4,8 @@
 
 const AmpExplain = (() => {
   const MOST = 3, MAX_CHARACTERS = 1e6, LONGEST_QUESTION = 3000, LONGEST_MESSAGE = 400, LONGEST_CONTEXT = 6000, NUMBERS_OF_A_LOG = 4;
-  const WORDS_OF_A_WINNER = 6, SHARE_OF_A_WINNER = 0.4, SHARE_OF_A_PRINTED_ERROR = 0.75, LONGEST_PHRASE = 3;
-  const COVERAGE = 0.3, NOT_NAMED = 0.75, DESCRIBED = 1.5;
+  const FACTS_OF_A_WINNER = 3, WORDS_OF_A_WINNER = 6, SHARE_OF_A_WINNER = 0.4, SHARE_OF_A_PRINTED_ERROR = 0.75, LONGEST_PHRASE = 3;
+  const COVERAGE = 0.3, NOT_NAMED = 0.75, DESCRIBED = 1.5, THREE_FACTS = 1.75;
   const ERROR = /(?<![A-Za-z_.])[A-Za-z_.]*(?:Error|Exception)\b ?:/g;
   const PRINTED = /(?<![A-Za-z_.])[A-Za-z_.]*(?:Error|Exception|Warning|Unsupported)\b ?[:(]|\[E(?:\d{4})? /g;
   const LOGGED_NUMBER = /[\w/]+ ?[:=] ?-?\d[\w.:+-]*,?/g; // such as "lr: 1.0e-03" in a log
@@ -118,9 +118,10 @@ const AmpExplain = (() => {
     return isLog ? line.replace(LOGGED_NUMBER, " ") : line;
   }
 
-  /** Whether facts that point to the failure stand together in a description with these terms. */
-  function isDescribed(code, terms, reference) {
-    return (reference.described[code] ?? []).some((facts) => facts.every((words) => words.some((word) => terms.has(word))));
+  /** How many facts that point to the failure stand together; 0 if no list is complete. */
+  function factsTogether(code, terms, reference) {
+    const together = (reference.described[code] ?? []).filter((facts) => facts.every((words) => words.some((word) => terms.has(word))));
+    return Math.max(0, ...together.map((facts) => facts.length));
   }
 
   /** The results for a description, best first: see `amp_lab.failures.ranking`. */
@@ -132,7 +133,8 @@ const AmpExplain = (() => {
     for (const { ref, score, matchData } of results) {
       let own = score * (Object.keys(matchData.metadata).length / shared.size) ** COVERAGE;
       for (const { codes } of named) if (!codes.includes(ref)) own *= NOT_NAMED;
-      if (isDescribed(ref, terms, reference)) own *= DESCRIBED;
+      const facts = factsTogether(ref, terms, reference);
+      if (facts > 0) own *= facts > 2 ? THREE_FACTS : DESCRIBED;
       scores.set(ref, Math.round(own * 1e4));
     }
     return [...results].sort((a, b) => scores.get(b.ref) - scores.get(a.ref) || (a.ref < b.ref ? -1 : 1));
@@ -145,8 +147,9 @@ const AmpExplain = (() => {
     const common = Object.keys(best.matchData.metadata).length;
     if (question.search(PRINTED) >= 0) return namesSubject && common >= SHARE_OF_A_PRINTED_ERROR * words;
     if (namesSubject) return true;
-    if (common < Math.max(WORDS_OF_A_WINNER, SHARE_OF_A_WINNER * words)) return false;
-    return isDescribed(best.ref, new Set(termsOf(question, reference.synonyms)), reference);
+    const facts = factsTogether(best.ref, new Set(termsOf(question, reference.synonyms)), reference);
+    if (facts >= FACTS_OF_A_WINNER) return true;
+    return facts > 0 && common >= Math.max(WORDS_OF_A_WINNER, SHARE_OF_A_WINNER * words);
   }
 
   /** The last frame of a traceback that is in no library, or null. */
@@ -168,9 +171,9 @@ const AmpExplain = (() => {
     if (found.length) return { codes: found.slice(0, MOST), nearest: [], ownLine, byMessage: true };
     const question = questionOf(line);
     const results = search(index, wordsToSearch(question, reference.synonyms));
-    const failures = results.filter(({ ref }) => ref.startsWith("AMP"));
+    const failures = ranked(question, results.filter(({ ref }) => ref.startsWith("AMP")), reference);
     const known = failures.length > 0 && isAboutPrecision(question, failures, reference);
-    const shown = (known ? ranked(question, failures, reference) : results).slice(0, MOST).map(({ ref }) => ref);
+    const shown = (known ? failures : results).slice(0, MOST).map(({ ref }) => ref);
     return { codes: known ? shown : [], nearest: known ? [] : shown, ownLine, byMessage: false };
   }
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from amp_lab.failures.graph_breaks import graph_break
 from amp_lab.failures.patterns import flat
-from amp_lab.failures.ranking import is_described, ranked
+from amp_lab.failures.ranking import facts_together, ranked
 from amp_lab.failures.reference import Failure, Page, Pattern, Reference, load_reference
 from amp_lab.failures.words import terms_of, words_to_search
 
@@ -16,8 +16,10 @@ _LONGEST_QUESTION = 3000  # characters: a longer text is a log
 _LONGEST_CONTEXT = 6000  # characters before the end of a text in which clues are searched
 _LONGEST_MESSAGE = 400  # characters after the name of an error: what follows is other output
 # A description without a word of the subject is known if two fifths of its words, at least six, are
-# words of one failure, and if it has the facts that point to this failure. Found with descriptions
+# words of one failure, and if it has the facts that point to this failure. Three facts that stand
+# together, such as a device, another device and a difference, are enough. Found with descriptions
 # of other trouble.
+_FACTS_OF_A_WINNER = 3
 _WORDS_OF_A_WINNER = 6
 _SHARE_OF_A_WINNER = 0.4
 # A printed error that matches no known message is known if it has a word of the subject, and if
@@ -109,9 +111,9 @@ def read_explanation(text: str, reference: Reference | None = None) -> Explanati
         return Explanation(tuple(recognised[:MOST]), own_line=own_line, by_message=True)
     results = _by_words(question, reference)
     failures = [found for found in results if found["ref"] in reference.failures]
+    failures = ranked(question, failures, reference)
     if failures and _is_about_precision(question, failures, reference):
-        first = ranked(question, failures, reference)[:MOST]
-        best = tuple(reference.failures[found["ref"]] for found in first)
+        best = tuple(reference.failures[found["ref"]] for found in failures[:MOST])
         return Explanation(best, own_line=own_line)
     nearest: list[Failure | Page] = []
     for found in results[:MOST]:
@@ -253,10 +255,11 @@ def _is_about_precision(
         return names_subject and common >= _SHARE_OF_A_PRINTED_ERROR * words
     if names_subject:
         return True
-    if common < max(_WORDS_OF_A_WINNER, _SHARE_OF_A_WINNER * words):
-        return False
     terms = set(terms_of(question, reference.synonyms))
-    return is_described(best["ref"], terms, reference)
+    facts = facts_together(best["ref"], terms, reference)
+    if facts >= _FACTS_OF_A_WINNER:
+        return True
+    return facts > 0 and common >= max(_WORDS_OF_A_WINNER, _SHARE_OF_A_WINNER * words)
 
 
 def last_own_line(text: str) -> OwnLine | None:

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 # Found with the symptoms: each was searched for in a reference without it.
 _COVERAGE = 0.3  # the power of the share of words; 0: the share does not count
 _NOT_NAMED = 0.75  # the factor for a failure that says nothing of what the description names
-_DESCRIBED = 1.5  # the factor for a failure whose facts stand together in the description
+_DESCRIBED = 1.5  # the factor for a failure of which two facts stand together in the description
+_THREE_FACTS = 1.75  # the factor for three facts, which are seldom together by chance
 
 
 def ranked(
@@ -48,15 +49,22 @@ def ranked(
         for codes in codes_of_named:
             if code not in codes:
                 score *= _NOT_NAMED
-        if is_described(code, terms, reference):
-            score *= _DESCRIBED
+        facts = facts_together(code, terms, reference)
+        if facts > 0:
+            score *= _THREE_FACTS if facts > 2 else _DESCRIBED
         scores[code] = score
     return sorted(results, key=lambda result: (-round(scores[result["ref"]], 4), result["ref"]))
 
 
 def is_described(code: str, terms: set[str], reference: "Reference") -> bool:
     """Whether facts that point to the failure stand together in a description with these terms."""
+    return facts_together(code, terms, reference) > 0
+
+
+def facts_together(code: str, terms: set[str], reference: "Reference") -> int:
+    """How many facts that point to the failure stand together; 0 if no list is complete."""
+    most = 0
     for facts in reference.described.get(code, []):
         if all(not terms.isdisjoint(words) for words in facts):
-            return True
-    return False
+            most = max(most, len(facts))
+    return most
