@@ -71,6 +71,11 @@ DIVISIONS = {  # each with what AWAY_FROM_0 is put into
     "x ** -1": "{} ** -1",
 }
 EQUAL = [[2.0, 0.0], [0.0, 2.0]]
+TALL = [[2.0, 0.0], [0.0, 2.0], [0.0, 0.0]]
+OFFSETS = (
+    "x + torch.eye(*x.shape[-2:], device=x.device) * "
+    "torch.linspace(1e-3, 1e-2, x.shape[-1], device=x.device)"
+)
 FAULTS = [
     Fault("log1p", "torch.log1p(x)", [-2.0, -1.0, 1.0], "torch.log1p(x.clamp_min(-0.99))"),
     Fault("acosh", "torch.acosh(x)", [0.5, 2.0], "torch.acosh(x.clamp_min(1.01))"),
@@ -115,9 +120,10 @@ FAULTS = [
           "torch.log(x.clamp_min(1e-4))", "torch.where(x > 0.5, {}, 0)"),
     Fault("backward.div", "1 / x", [1e-30, 1.0], "a / (b + 1e-2)", "(lambda a, b: {})(1.0, x)",
           dtypes=(torch.float32, torch.bfloat16)),
-    Fault("backward.linalg", "torch.linalg.eigh(x)[1]", EQUAL,
-          "x + torch.linspace(1e-3, 1e-2, x.shape[-1], device=x.device).diag()",
+    Fault("backward.linalg", "torch.linalg.eigh(x)[1]", EQUAL, OFFSETS,
           "torch.linalg.eigh({})[1]", (torch.float32,)),
+    Fault("backward.linalg", "torch.linalg.svd(x, full_matrices=False)[0]", TALL, OFFSETS,
+          "torch.linalg.svd({}, full_matrices=False)[0]", (torch.float32,)),
     Fault("backward.acos", "torch.acos(x)", [1.0, 0.5], "x.clamp(-0.99, 0.99)", "torch.acos({})"),
 ]  # fmt: skip
 

@@ -61,8 +61,8 @@ BACKWARD = {
         "backward.linalg",
         "the backward pass of a decomposition with equal eigenvalues or singular values",
         "The derivative is undefined at equal eigenvalues or singular values. Add different "
-        "offsets to the diagonal: x + torch.linspace(1e-3, 1e-2, x.shape[-1], "
-        "device=x.device).diag().",
+        "offsets to the diagonal: x + torch.eye(*x.shape[-2:], device=x.device) * "
+        "torch.linspace(1e-3, 1e-2, x.shape[-1], device=x.device).",
     ),
     "acosh": nonfinite_remedy(
         "backward.acosh",
