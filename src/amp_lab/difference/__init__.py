@@ -48,8 +48,8 @@ def first_difference(
     buffers have their old values again.
 
     Errors that grow over many ops do not count as a difference. `compare_runs` shows how large
-    these errors become. The comparison takes about ten times as long as a run. It also needs memory
-    for two fp64 copies of the results of all ops.
+    these errors become. The comparison takes much longer than a run. It also needs memory for
+    two fp64 copies of the results of all ops.
 
     Args:
         run_a: A model, or a function that calls models.

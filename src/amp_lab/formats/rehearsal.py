@@ -44,8 +44,9 @@ _FAST_SUMS = remedy(
     "rehearse.fast_sums",
     "the sums of a layer's FP8 products lose much in the 14 bits of a Hopper GPU",
     "A Hopper GPU with use_fast_accum adds FP8 products in about 14 bits, but this report adds "
-    "them in fp32. On such a GPU, these layers would be less accurate: {layers}. For fp32 sums, "
-    "pass Float8GemmConfig(use_fast_accum=False) as gemm_config_output of torchao's config.",
+    "them in fp32. On such a GPU, these layers would be less accurate: {layers}. To add partial "
+    "sums in fp32, pass Float8GemmConfig(use_fast_accum=False) as gemm_config_output of torchao's "
+    "config.",
 )
 _SUMS_DB = 6.0  # the noise of the sums is at most a quarter of that of the rounded operands
 _FEW_LAYERS = 3  # in a model with no more layers, the first and the last are converted too

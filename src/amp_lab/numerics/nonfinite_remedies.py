@@ -111,9 +111,9 @@ _STEP = nonfinite_remedy(
 _MASKED_SOFTMAX = nonfinite_remedy(
     "masked_softmax",
     "softmax or attention was given a row that is -inf everywhere",
-    "All positions of a row are masked, so softmax divides 0 by 0. Leave at least one position of "
-    "each row unmasked, or use masked_fill with torch.finfo(dtype).min instead of -inf. Do not "
-    "add torch.finfo(dtype).min to the scores: the sum can overflow to -inf.",
+    "All positions of a row are masked, so softmax gets no finite value. Leave at least one "
+    "position of each row unmasked, or use masked_fill with torch.finfo(dtype).min instead of "
+    "-inf. Do not add torch.finfo(dtype).min to the scores: the sum can overflow to -inf.",
     failure="AMP0110",
 )
 _MASKED = nonfinite_remedy(

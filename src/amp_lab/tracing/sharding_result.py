@@ -67,7 +67,7 @@ _BUFFERS = remedy(
     "sharding.buffers",
     "buffers in fp32 meet activations in 16 bits",
     "{names}: the policy casts only parameters and inputs, so these buffers stay in fp32. Mixed "
-    "dtypes give fp32 or, in convolutions, an error. Cast the buffers in forward, with "
+    "dtypes give fp32 or, in matmuls and convolutions, an error. Cast the buffers in forward, with "
     "buffer.to(x.dtype). If forward passes a buffer to another unit, this unit casts the buffer. "
     "To keep such a buffer in fp32, such as position angles, set cast_forward_inputs=False in the "
     "policy of that unit.",

@@ -41,6 +41,8 @@ def _sizes_that_do_not_fill_tiles(trace: Tracer) -> Iterator[str]:
     if len(texts) > 3:
         shown += f"; and {len(texts) - 3} more"
     share = percent(work_of(misfits), total_flops)
-    sentence = f"Matrix units need multiples of 8. {share} % of the work has other sizes"
+    sentence = (
+        f"Matrix units are fastest with multiples of 8. {share} % of the work has other sizes"
+    )
     advice = f" {_ROWS_OF_THE_INPUT.text}" if has_rows else ""
     yield f"{sentence}: {shown}.{advice}"

@@ -12,7 +12,7 @@ TRIGGERS = ("abric .setup", "accumulate .clip_grad_", "keep_fp32_wrapper")
 _SETUP_UNUSED = remedy(
     "migrate.setup_unused",
     "the result of fabric.setup is not used",
-    "setup returns a new model that runs under autocast, and does not change the old one: write "
+    "setup returns a new model that runs under autocast; the old one does not: write "
     "{model} = {call}",
     failure="AMP0292",
 )

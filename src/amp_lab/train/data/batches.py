@@ -48,8 +48,8 @@ class Batches:
     batch, as with `torch.utils.data.DistributedSampler`. All processes get the same number of
     batches: a last batch with fewer than n samples is added to the batch before it."""
     workers: int = 0
-    """Processes that read ahead. Starting them takes a tenth of a second in each pass on Linux, and
-    seconds elsewhere, so use them for files that must be decoded, not for images in memory."""
+    """Processes that read ahead. Starting them takes time in each pass, so use them for files
+    that must be decoded, not for images in memory."""
     device: torch.device | str = "cpu"
     """The device of the batches. Copies to a GPU use pinned memory and overlap its computation."""
 

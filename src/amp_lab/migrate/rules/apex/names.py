@@ -98,7 +98,7 @@ _ADVICE |= {  # a module's advice is for all its names without an entry of their
     "apex.amp.register_float_function": _FLOAT,
     "apex.amp.register_promote_function": _PROMOTES,
     "apex.amp.init": f"delete this call: put {_AUTOCAST}, and create {_SCALER}",
-    "apex.amp": "use torch.amp, which every torch has; its GradScaler has the state of this module",
+    "apex.amp": "use torch.amp; its GradScaler has the state of this module",
     "apex.optimizers.FusedAdam": (
         "write torch.optim.AdamW(..., weight_decay=0.0, fused=True), or torch.optim.Adam for "
         "adam_w_mode=False; torch has no equivalent of bias_correction=False"
