@@ -321,6 +321,21 @@ def test_adapters_of_a_torchao_base_are_in_fp32_and_train():
     assert {grad.dtype for grad in trained.values()} == {torch.float32}
 
 
+@pytest.mark.filterwarnings("ignore")  # of the packages that transformers imports
+def test_transformers_refuses_to_cast_a_quantized_model():
+    """AMP0318."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    sizes = {"vocab_size": 8, "n_positions": 8, "n_embd": 8, "n_layer": 1, "n_head": 1}
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes))
+    model.is_quantized = True
+    for cast in (model.half, model.float):
+        with pytest.raises(ValueError, match="is not supported for quantized model"):
+            cast()
+    model.quantization_method = "bitsandbytes"
+    with pytest.raises(ValueError, match="cannot cast a bitsandbytes model in a new `dtype`"):
+        model.to(torch.float16)
+
+
 def test_integers_have_no_gradients():
     """AMP0283."""
     with pytest.raises(RuntimeError, match="floating point"):

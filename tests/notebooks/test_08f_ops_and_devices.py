@@ -248,3 +248,28 @@ def test_a_quantile_of_rounded_values_selects_other_elements():
 
     assert selected(logits.float()).sum() == 10  # the highest fifth
     assert not torch.equal(selected(logits), selected(logits.float()))
+
+
+def test_rotary_embeddings_in_half_precision_multiply_in_complex64():
+    """AMP0319."""
+    torch.manual_seed(0)
+    query = torch.randn(4, 8).half()
+    angles = torch.randn(4, 4)
+    rotation = torch.polar(torch.ones_like(angles), angles)
+    half = torch.view_as_complex(query.unflatten(-1, (-1, 2)))
+    assert half.dtype is torch.complex32
+    torch.set_warn_always(True)
+    try:
+        with pytest.warns(UserWarning, match="ComplexHalf support is experimental"):
+            torch.empty_like(half)
+    finally:
+        torch.set_warn_always(False)
+    with pytest.raises(RuntimeError, match="ComplexHalf"):
+        half @ half.mT
+    with pytest.raises(RuntimeError, match="BFloat16"):
+        torch.view_as_complex(query.bfloat16().unflatten(-1, (-1, 2)))
+    for low in (query, query.bfloat16()):
+        pairs = torch.view_as_complex(low.float().unflatten(-1, (-1, 2)))
+        rotated = torch.view_as_real(pairs * rotation).flatten(-2).type_as(low)
+        assert rotated.dtype is low.dtype
+        assert torch.allclose(rotated.float().norm(), low.float().norm(), rtol=2**-8)
