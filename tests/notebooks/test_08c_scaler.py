@@ -485,7 +485,7 @@ def test_factors_of_one_are_refused(options, said):
         cpu_scaler(**options)
 
 
-def test_a_new_scale_is_a_float_or_a_tensor_with_one_element():
+def test_a_new_scale_is_a_float_or_a_tensor_without_dimensions():
     """AMP0136: and it keeps the scale constant, whatever the gradients are."""
     weight = nn.Parameter(torch.ones(1))
     optimizer, scaler = torch.optim.SGD([weight], lr=0.1), cpu_scaler(init_scale=1024.0)
@@ -505,6 +505,10 @@ def test_a_new_scale_is_a_float_or_a_tensor_with_one_element():
         scaler.update(1024)
     with pytest.raises(AssertionError, match="new_scale should be a float or a 1-element"):
         scaler.update(torch.ones(2))
+    with pytest.raises(RuntimeError, match="output with shape"):
+        scaler.update(torch.ones(1))
+    scaler.update(torch.tensor(512.0))
+    assert scaler.get_scale() == 512
 
 
 def test_the_sharded_scaler_keeps_the_dtype_of_the_loss():
