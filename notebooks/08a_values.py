@@ -88,7 +88,7 @@ for dtype in (torch.float32, torch.float16):
 assert loss_in(torch.float16, model).isnan()
 
 # %% [markdown]
-# **Why.** A number above 65504 is infinite in fp16. Here, the output of a layer exceeds 65504. A later op, such
+# **Why.** fp16 has no finite number above 65504. Here, the output of a layer exceeds 65504. A later op, such
 # as a normalisation, then subtracts infinity from infinity, which is NaN.
 #
 # Above, the first layer returns 150,000. Activations of large trained transformers can reach such values,

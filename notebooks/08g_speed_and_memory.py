@@ -218,7 +218,7 @@ assert (plain.ops, amp.ops, amp.casts) == (5, 16, 11)
 
 # %% [markdown]
 # **Why.** AMP speeds up large matrix multiplications and convolutions, on hardware with fast 16-bit
-# units. Small layers can become slower, because autocast adds a cast for each weight, bias and input. If
+# units. Small layers can become slower, because autocast adds a cast for each weight, bias and fp32 input. If
 # the data loader or the CPU is the bottleneck, faster matmuls change nothing.
 #
 # In the program above, 5 ops became 16. Other causes:
@@ -372,7 +372,7 @@ assert freed == 6  # all of them twice
 # %% [markdown]
 # **Why.** The weights stay in fp32, and autocast makes a 16-bit copy of each. Under
 # `torch.no_grad()`, autocast keeps the copies of weights that require a gradient until the block
-# ends. All copies together take half as much memory as the weights.
+# ends. All copies together take at most half as much memory as the weights.
 #
 # **The fix.** Use `torch.inference_mode()` or `torch.autocast(…, cache_enabled=False)`, which keep no
 # copies. A model that only runs inference needs no autocast: cast it once with `model.bfloat16()`,
@@ -446,7 +446,7 @@ print(message_of(lambda: product_shape(32, 64, 50257)))
 print(message_of(lambda: torch._scaled_grouped_mm(fp8(32, 100), fp8(64, 100).T, *scales)))
 
 # %% [markdown]
-# **Why.** Tensor cores read pieces of 16 bytes: 16 numbers in FP8, or 8 in fp16 and bf16. FP8 matmuls
+# **Why.** Tensor cores read pieces of 16 bytes: 16 numbers in FP8, or 8 in fp16 and bf16. On a GPU, FP8 matmuls
 # refuse other sizes. In fp16 and bf16 other sizes run, but may be slower. Formats with a scale per block
 # may need multiples of the block: 32 in MXFP8, 128 in many FP8 checkpoints.
 #

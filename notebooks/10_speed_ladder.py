@@ -349,7 +349,7 @@ _ = figures.roofline(roofs, limits.memory_bytes_per_s, points)
 # A point has the colour of its line. AMP's point lies to the right of the FP32 point, because AMP moves
 # fewer bytes for the same FLOPs.
 #
-# Both points lie below their line, mainly because our step does not compute and move data at the same time.
+# Both points lie below their line. One reason is that our step does not compute and move data at the same time.
 # Its ops run one after the other: a matmul computes, and then the next op moves data. So the two times add
 # up. On the CPU of this run, moving the 732 MiB of the FP32 step at 34 GB/s takes 23 ms. With the 69 ms of
 # the matmuls, this explains 92 of the 116 ms.
@@ -364,7 +364,7 @@ _ = figures.roofline(roofs, limits.memory_bytes_per_s, points)
 # - **No matmuls.** Autocast runs only [some
 #   ops](https://docs.pytorch.org/docs/stable/amp.html#autocast-op-reference) in the low precision, mainly
 #   matmuls and convolutions. A model without these ops gains nothing.
-# - **Many small ops.** Under autocast, each matmul also needs casts. In a small matmul, the casts can take
+# - **Many small ops.** Under autocast, most matmuls also need casts. In a small matmul, the casts can take
 #   longer than AMP saves.
 # - **A precision that the device emulates**, such as fp16 on [some CPUs](../docs/hardware.md).
 #

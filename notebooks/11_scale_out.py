@@ -482,7 +482,7 @@ assert abs(before - found[False]) > 0.1  # it had a different model before
 #
 # ## Summary
 #
-# - With the same global batch, DDP and FSDP2 train like one process, up to rounding.
+# - With the same global batch and no batch norm, DDP and FSDP2 train like one process, up to rounding.
 # - Communication has its own dtype. DDP sends the gradients of fp32 weights in fp32, with or without
 #   autocast, unless a communication hook casts them. FSDP2 gathers weights in `param_dtype` and sums
 #   gradients in `reduce_dtype`.

@@ -161,7 +161,7 @@ _ = figures.sqnr_by_format(errors)
 
 # %% [markdown]
 # The figure shows the SQNR of all values except the outliers. Higher is better. Without an outlier, the
-# error depends almost only on the element: about 31 dB in E4M3 (an error of 3 %), and about 20 dB in
+# error depends almost only on the element: about 31 dB in E4M3 (an error of 3 %), and 19 to 20 dB in
 # E2M1 (10 %).
 #
 # The outlier channel puts one outlier into each row. Each outlier ruins the values that share its scale:
@@ -209,8 +209,8 @@ assert at_100["mxfp4"] < at_100["nvfp4"] < alone["nvfp4"] - 5
 #
 # A linear layer has up to three matmuls in a training step: the output, the gradient of the input
 # (*dgrad*), and the gradient of the weight (*wgrad*). We round both operands of each matmul to the same
-# format, as most of [torchao's recipes](https://github.com/pytorch/ao/blob/main/torchao/float8/config.py)
-# do. So in FP8, the gradients are in E4M3 too, not in E5M2.
+# format, as [torchao's recipe](https://github.com/pytorch/ao/blob/main/torchao/float8/config.py) `rowwise`
+# does. So in FP8, the gradients are in E4M3 too, not in E5M2.
 #
 # The values that share a scale must lie along the dimension that the matmul sums over. Then the matmul can
 # first add up the products of a block, and multiply only their sum by the scales. The weight has the shape

@@ -73,7 +73,7 @@ assert changed < 0.02 * len(tests)
 #
 # ## Ways to run it
 #
-# - **Autocast** keeps the weights in fp32 and casts them in each call. It runs sensitive ops in fp32
+# - **Autocast** keeps the weights in fp32 and casts them in each call. It runs some sensitive ops in fp32
 #   ([notebook 02](02_autocast_dtypes.ipynb) has the list), and the model does not change. Use it to
 #   evaluate during training, or if you do not know which parts need fp32.
 # - **Cast once** halves the memory of the weights and saves their casts. You have to take care of
