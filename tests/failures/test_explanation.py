@@ -423,6 +423,24 @@ def test_the_numbers_of_a_log_do_not_count_in_a_description():
     ]
 
 
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        ("All pictures come out black on a GTX 1660", "AMP0077"),
+        ("The loss on mps is worse than the one on the cpu", "AMP0310"),
+        ("I finetune with LoRA, and the loss is 0.0 from step 15 on", "AMP0114"),
+    ],
+)
+def test_three_facts_need_no_word_of_the_subject(text, code):
+    assert not has_subject(text, REFERENCE)
+    assert explain(text)[0].code == code
+
+
+def test_two_facts_alone_need_a_word_of_the_subject():
+    assert explain("All pictures come out black") == []
+    assert explain("The loss is 0.0 from step 15 on") == []
+
+
 def test_an_unknown_text_comes_with_the_nearest_pages():
     explanation = read_explanation("ValueError: could not write the checkpoint to the cluster")
     assert explanation.failures == ()
@@ -464,7 +482,7 @@ def test_most_descriptions_from_public_threads_find_their_failure_first():
         for case, first in zip(DESCRIBED, found, strict=True)
         if first[0].code in case["expected"]
     ]
-    assert len(right) >= 64, len(right)  # 67 of 71 when this number was set
+    assert len(right) >= 79, len(right)  # 82 of 86 when this number was set
 
 
 @pytest.mark.parametrize("code", sorted(REFERENCE.failures))
