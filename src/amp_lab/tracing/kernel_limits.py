@@ -32,9 +32,9 @@ _FFT = remedy(
 _NO_ATTENTION_KERNEL = remedy(
     "dtype.no_attention_kernel",
     "sdpa_kernel allows no kernel that takes the dtype, mask or head size of an attention",
-    "flash attention takes only fp16 and bf16, no mask and heads of up to 256. Also allow the "
-    "math kernel, which has none of these limits: sdpa_kernel([SDPBackend.FLASH_ATTENTION, "
-    "SDPBackend.MATH])",
+    "on a GPU, flash attention takes only fp16 and bf16, no mask and heads of up to 256. Also "
+    "allow the math kernel, which has none of these limits: "
+    "sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH])",
     failure="AMP0162",
 )
 _FUSED_FAKE_QUANTIZATION = remedy(

@@ -68,8 +68,11 @@ _AUTOCAST = 'the forward pass and the loss in torch.autocast("cuda", dtype=torch
 _SCALER = 'scaler = torch.amp.GradScaler("cuda") once'
 _MASTERS = f"keep the model in float32; to train, put {_AUTOCAST}, and create {_SCALER}"
 _FLOAT = 'compute on x.float() for each input, in torch.autocast("cuda", enabled=False)'
-_HALF = "remove this use: autocast casts the inputs of matmuls to float16"
-_PROMOTES = "remove this use: autocast promotes the inputs of ops with two dtypes"
+_HALF = (
+    "remove this use: autocast casts the inputs of torch's matmuls to float16; for a custom "
+    "kernel, cast them with .to(torch.float16)"
+)
+_PROMOTES = "remove this use: under autocast, most ops of torch take inputs of two dtypes"
 _ADVICE = {name: f"write {equal.dotted_name}" for name, equal in EQUALS.items()}
 _ADVICE |= {  # a module's advice is for all its names without an entry of their own
     "apex.amp.initialize": (
