@@ -205,6 +205,24 @@ def test_linear_cross_entropy_with_options_ignores_autocast_and_returns_bf16_for
     assert F.linear_cross_entropy(*halves, words, options=options).dtype is torch.bfloat16
 
 
+@pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="comes with torch 2.13")
+def test_linear_cross_entropy_keeps_the_logits_unless_it_gets_options():
+    """AMP0179."""
+    hidden, weight = torch.randn(64, 4), torch.randn(500, 4, requires_grad=True)
+    words, kept = torch.randint(500, (64,)), []
+
+    def note(tensor):
+        kept.append(tensor.numel())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        F.linear_cross_entropy(hidden, weight, words)
+        plain, kept = max(kept), []
+        F.linear_cross_entropy(hidden, weight, words, options=nn.LinearCrossEntropyOptions())
+    assert plain >= 64 * 500
+    assert max(kept, default=0) <= weight.numel()
+
+
 def test_a_mask_in_other_16_bits_than_the_query_is_refused_and_a_boolean_one_is_taken():
     query = torch.randn(1, 1, 2, 4)
     mask = torch.zeros(2, 2, dtype=torch.bfloat16)
