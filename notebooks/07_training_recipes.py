@@ -420,8 +420,9 @@ assert math.isclose(ratio, 2, rel_tol=1e-3)
 #
 # `load_state_dict` copies values *into* the parameters, which stay fp32. So a file of fp16 weights needs no
 # change. But `assign=True` with fp16 weights, or `.half()` on the model, makes the parameters fp16, and the
-# scaler refuses to unscale their gradients. With bf16 parameters there is usually no error, and small
-# updates are rounded away. Only an enabled scaler on CUDA [raises an
+# scaler refuses to unscale their gradients (with a [fused
+# optimizer](08c_scaler.ipynb#The-parameters-are-fp16) there may be no error). With bf16 parameters there is
+# usually no error, and small updates are rounded away. But an enabled scaler on CUDA [raises an
 # error](https://github.com/pytorch/pytorch/issues/127176). If the parameters are fp16 or bf16, call
 # `model.float()` before you create the optimizer. <!-- tests/notebooks/test_07_training_recipes.py -->
 

@@ -263,8 +263,8 @@ assert attend(v, hidden & ~nowhere).tolist() == [[1, 1], [1, 1]]
 # return NaN: <!-- tests/notebooks/test_08a_values.py -->
 #
 # - `nn.MultiheadAttention`, unless you pass `need_weights=False`;
-# - `nn.TransformerEncoderLayer` in evaluation, unless you call
-#   `torch.backends.mha.set_fastpath_enabled(False)`.
+# - `nn.MultiheadAttention` and `nn.TransformerEncoderLayer` in evaluation without gradients, unless you also
+#   call `torch.backends.mha.set_fastpath_enabled(False)`.
 #
 # **Not this.** Do not apply `nan_to_num` to the output of attention: the output is then finite, but the
 # gradients are still NaN.

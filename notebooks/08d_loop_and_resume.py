@@ -191,8 +191,8 @@ assert overflowing_step(strict=False, replace=True) == 65536
 # words = "stale cache cache_enabled frozen flat GRPO DPO"
 # -->
 #
-# **What you see.** On the same batch the loss is exactly the same in every step. (If the model has norms,
-# it falls slowly, because autocast does not cast their weights.) Or a KL divergence from a reference
+# **What you see.** On the same batch the loss is exactly the same in every step. (If the model has norms
+# or embeddings, it may still fall, because autocast does not cast their weights.) Or a KL divergence from a reference
 # model stays 0 ([a report](https://github.com/X-GenGroup/Flow-Factory/pull/186)).
 # <!-- tests/notebooks/test_08d_loop_and_resume.py -->
 #

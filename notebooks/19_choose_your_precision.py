@@ -395,7 +395,8 @@ assert set(rows["model.to(bfloat16)"]) == {"bfloat16"}
 # - **torchtune**, `dtype: bf16`: weights, gradients and optimizer state are in bf16, as with
 #   `model.to(torch.bfloat16)`
 #   ([precision](https://docs.pytorch.org/torchtune/stable/tutorials/memory_optimizations.html)).
-# - **JAX with Flax**: there is no autocast. Each layer has a `dtype` for matmuls and a `param_dtype` for weights
+# - **JAX with Flax**: there is no autocast. Layers such as `Linear` have a `dtype` for matmuls and a
+#   `param_dtype` for weights
 #   ([layers](https://flax.readthedocs.io/en/stable/api_reference/flax.nnx/nn/linear.html)).
 #
 # ## Summary

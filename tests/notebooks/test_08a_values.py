@@ -89,12 +89,30 @@ def test_attention_that_returns_its_weights_is_nan_where_everything_is_padding()
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_attention_without_weights_is_nan_on_its_fast_path_where_everything_is_padding():
+    attention = nn.MultiheadAttention(4, 2, batch_first=True).eval()
+    x, padding = torch.randn(1, 2, 4), torch.ones(1, 2, dtype=torch.bool)
+    is_nan = []
+    before = torch.backends.mha.get_fastpath_enabled()
+    try:
+        for fast, with_gradients in ((True, False), (True, True), (False, False)):
+            torch.backends.mha.set_fastpath_enabled(fast)
+            with torch.set_grad_enabled(with_gradients):
+                output, _ = attention(x, x, x, key_padding_mask=padding, need_weights=False)
+            is_nan.append(output.isnan().any().item())
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+    assert is_nan == [True, False, False]
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_an_encoder_layer_is_nan_in_evaluation_only_where_everything_is_padding():
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
     x, padding = torch.randn(1, 2, 4), torch.ones(1, 2, dtype=torch.bool)
     assert layer(x, src_key_padding_mask=padding).isfinite().all()
     layer.eval()
+    assert layer(x, src_key_padding_mask=padding).isfinite().all()  # with gradients
     before = torch.backends.mha.get_fastpath_enabled()
     try:
         with torch.no_grad():

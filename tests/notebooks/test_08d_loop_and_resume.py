@@ -75,7 +75,7 @@ def test_a_hook_sees_a_scaled_gradient():
     assert (seen, weight.grad.item()) == ([131072.0], 2.0)
 
 
-def test_in_one_block_around_the_loop_only_norms_change_the_loss():
+def test_in_one_block_around_the_loop_without_a_norm_the_loss_stands_still():
     torch.manual_seed(0)
     x, target = torch.randn(16, 8), torch.randn(16, 8)
     for norm, still_learns in ((nn.Identity(), False), (nn.LayerNorm(8), True)):
@@ -91,6 +91,21 @@ def test_in_one_block_around_the_loop_only_norms_change_the_loss():
                 losses.append(loss.item())
         assert (losses[0] > losses[1] > losses[2]) == still_learns
         assert (losses[0] == losses[1] == losses[2]) != still_learns
+
+
+def test_in_one_block_around_the_loop_an_embedding_still_learns():
+    torch.manual_seed(0)
+    embedding = nn.Embedding(4, 4)
+    optimizer = torch.optim.SGD(embedding.parameters(), lr=0.1)
+    losses = []
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = embedding(torch.arange(4)).square().mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    assert losses[0] > losses[1] > losses[2]
 
 
 def first_step_is_skipped(scaler):
