@@ -587,7 +587,7 @@ assert total_of(torch.zeros((), dtype=torch.float32)) == 2500
 # words = "float8 fp8 e4m3 e5m2 fp8_e4m3fn addmm_cuda mul_cuda cat_cuda abs_cuda ComfyUI weight_dtype cast scale amax 448 torchao lora grid artefacts loader"
 # -->
 #
-# **What you see.** PyTorch refuses most operations on the weights. Or the model runs, but its results are
+# **What you see.** PyTorch refuses many operations on the weights. Or the model runs, but its results are
 # bad.
 #
 # **The smallest program that does it.** We cast small weights to FP8 without a scale, and compute with them.
@@ -604,7 +604,7 @@ print(f"zeros: {(stored.float() == 0).float().mean():.0%}")
 assert 0.1 < (stored.float() == 0).float().mean() < 0.2
 
 # %% [markdown]
-# **Why.** FP8 is a format for storage and for special matmuls. PyTorch has few other operations for FP8 and does
+# **Why.** FP8 is a format for storage and for special matmuls. PyTorch lacks many operations for FP8, such as sums, and does
 # not promote FP8 to other dtypes. The positive numbers of its E4M3 format range from 0.002 to 448, so without a
 # scale small weights become zero.
 #

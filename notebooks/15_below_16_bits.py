@@ -113,8 +113,8 @@ e2m1 = round_to(some, mantissa_bits=1, least_exponent=0, largest=6)
 assert torch.equal(e2m1, ELEMENTS["e2m1"].round(some))
 
 # %% [markdown]
-# Our function gives the same numbers as a `clamp` followed by PyTorch's cast. [Few other
-# ops](https://docs.pytorch.org/docs/stable/tensor_attributes.html) than casts and matmuls support FP8.
+# Our function gives the same numbers as a `clamp` followed by PyTorch's cast. [Many other
+# ops](https://docs.pytorch.org/docs/stable/tensor_attributes.html), such as sums, do not support FP8.
 #
 # ## The values that share a scale
 #
