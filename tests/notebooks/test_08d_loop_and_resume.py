@@ -383,6 +383,8 @@ def test_loading_casts_moments_to_the_dtype_of_the_weights(dtype):
         )
     assert torch.equal(optimizer.state[weight]["exp_avg"], saved["state"][0]["exp_avg"])
     assert optimizer.state[weight]["exp_avg"].dtype is other
+    with pytest.raises(RuntimeError, match="dtype"):  # AdamW of torch wants the dtype of the weight
+        optimizer.step()
     # A later step must not change the checkpoint that was loaded.
     optimizer.state[weight]["exp_avg"].zero_()
     assert saved["state"][0]["exp_avg"].all()
