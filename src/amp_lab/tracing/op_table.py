@@ -37,10 +37,10 @@ from amp_lab.tracing.fake_device import (
 from amp_lab.tracing.op_samples import Sample, Sizes, sizes_to_try
 
 POLICIES = {  # what autocast does to an op
-    "lower_precision": "casts floating-point inputs to autocast's dtype",
-    "fp32": "casts floating-point inputs to float32",
-    "fp32_set_opt_dtype": "computes and returns float32, unless the call names a dtype",
-    "promote": "casts floating-point inputs to the widest dtype among them",
+    "lower_precision": "casts fp32, fp16 and bf16 inputs to autocast's dtype",
+    "fp32": "casts fp16 and bf16 inputs to float32",
+    "fp32_set_opt_dtype": "returns float32, unless the call names a dtype or the input is fp64",
+    "promote": "casts fp32, fp16 and bf16 inputs to the widest dtype among them",
     "banned": "raises",
 }
 _NO_KERNEL = (
