@@ -418,8 +418,8 @@ assert math.isnan(weight_after_step(torch.optim.Adam, by_scaler=False, gradient=
 # **The fix.** Replace every `optimizer.step()` by `scaler.step(optimizer)`, and call `scaler.update()`
 # after it. Do not [call both](https://github.com/IAHispano/Applio/pull/860): the weights would be updated
 # twice, and a plain step before `scaler.step` would use scaled gradients. If your code scales the loss itself,
-# divide the gradient of every parameter by the scale before the step, in all parameter groups. A lower
-# initial scale does not help. <!-- tests/remedies/test_nonfinite_remedies.py -->
+# divide the gradient of every parameter by the scale before the step, in all parameter groups.
+# <!-- tests/remedies/test_nonfinite_remedies.py -->
 
 # %%
 assert math.isclose(weight_after_step(torch.optim.SGD, by_scaler=True), 0.9, rel_tol=1e-4)

@@ -296,7 +296,7 @@ print(f"first step: {with_saved:.0e} with the saved Adam, {with_new:.0e} with a 
 assert with_new > 10 * with_saved
 
 # %% [markdown]
-# **Why.** A part of the run's state is missing from the checkpoint, usually the state of the optimizer or
+# **Why.** A part of the run's state is missing from the checkpoint, such as the state of the optimizer or
 # the scaler. Or a part was saved in 16 bits. A new Adam moves each weight by the full learning rate in its
 # first step. A new `GradScaler` starts at 65536, so the first steps may overflow and are skipped.
 #
