@@ -177,7 +177,7 @@ const AmpExplain = (() => {
     return { codes: known ? shown : [], nearest: known ? [] : shown, ownLine, byMessage: false };
   }
 
-  return { termsOf, search, explain };
+  return { termsOf, search, explain, factsTogether };
 })();
 
 if (typeof module !== "undefined") module.exports = AmpExplain;

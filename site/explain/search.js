@@ -6,7 +6,7 @@
   const given = new URLSearchParams(location.search).get("q")?.trim() ?? "";
   for (const field of document.querySelectorAll('input[name="q"]')) field.value = given;
   if (!list || !given) return;
-  const MOST = 20;
+  const MOST = 20, DESCRIBED = 1.5;
   const index = lunr.Index.load(AmpSearchData.index);
   const terms = AmpExplain.termsOf(given, AmpReference.synonyms);
   const failures = new Map(AmpReference.failures.map((failure) => [failure.code, failure]));
@@ -50,7 +50,13 @@
     page.sections += 1;
     for (const word of Object.keys(matchData.metadata)) page.words.add(word);
   }
-  const rank = (page) => page.score * page.words.size ** 0.5;
+  /** More for the page of a failure of which facts stand together: see `amp_lab.failures.ranking`. */
+  function described([page]) {
+    const code = page.match(/^failures\/(AMP\d{4})/)?.[1];
+    return code && AmpExplain.factsTogether(code, new Set(terms), AmpReference) ? DESCRIBED : 1;
+  }
+
+  const rank = (page) => page.score * page.words.size ** 0.5 * described(page.section);
   for (const { section } of [...scores.values()].sort((a, b) => rank(b) - rank(a))) {
     if (!pages.has(section[0])) found.push(section);
   }
