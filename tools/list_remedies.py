@@ -48,7 +48,7 @@ def all_remedies() -> dict[str, Remedy]:
 
 def main() -> int:
     """Print the list; return 0, or 1 if one has no test."""
-    for folder in ("tests/support", "tests/remedies"):
+    for folder in ("notebooks", "tools", "tests/support", "tests/remedies"):
         sys.path.append(str(ROOT / folder))
     tests = importlib.import_module("remedy_tests").remedies_tested()  # names of tests, by code
     without_test = []
