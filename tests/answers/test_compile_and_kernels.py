@@ -80,6 +80,20 @@ def test_strict_numerics_keep_the_bits_of_eager_mode(compiler):
     assert torch.equal(emulated(*inputs), rope(*inputs))
 
 
+@pytest.mark.skipif(not hasattr(torch._inductor.config, "numerics"), reason="new in torch 2.15")
+@pytest.mark.parametrize("options", [{"numerics": "strict"}, {"emulate_precision_casts": True}])
+def test_strict_numerics_round_a_number_to_16_bits_on_a_cpu(options, compiler):
+    """AMP0095."""
+
+    def scaled(x):
+        return x * 1.3
+
+    x = torch.randn(64, 64).to(BF16)
+    compiled = torch.compile(scaled, options=options)(x)
+    assert not torch.equal(compiled, scaled(x))
+    assert torch.equal(compiled, x * torch.tensor(1.3, dtype=BF16).item())
+
+
 @pytest.mark.skipif(
     not hasattr(torch._inductor.config, "batch_invariant"), reason="new in torch 2.15"
 )
