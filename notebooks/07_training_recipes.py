@@ -452,9 +452,9 @@ assert message == "ValueError: Attempting to unscale FP16 gradients."
 # - **Evaluate during training.** Do not evaluate inside the autocast block of a training step. The block
 #   keeps 16-bit copies of the weights, which are out of date after the optimizer step. Use a separate
 #   block.
-# - **Freeze layers.** You may store a frozen layer in the dtype of autocast, here fp16:
-#   `layer.requires_grad_(False)` and `layer.to(torch.float16)`. This halves its memory. The output of a
-#   linear layer or a convolution stays the same, because autocast would cast the weight anyway.
+# - **Freeze layers.** You may store a frozen linear layer or convolution in the dtype of autocast, here
+#   fp16: `layer.requires_grad_(False)` and `layer.to(torch.float16)`. This halves its memory. Its output
+#   stays the same, because autocast would cast the weight anyway.
 # - **Write an autograd function.** Decorate `forward` with `torch.amp.custom_fwd` and `backward` with
 #   `torch.amp.custom_bwd` ([notebook 02](02_autocast_dtypes.ipynb)).
 # - **Choose the optimizer.** AMP works with optimizers such as SGD and Adam. Always call
