@@ -349,7 +349,7 @@ assert failure.code == "AMP0018"
 # | [ONNX finds fp32 weights at a norm with an fp16 input](18_inference_and_export.ipynb#Export) `AMP0083` | `` scale has inconsistent type tensor(…) `` |
 # | [The export of a bf16 model fails with ComplexDouble](18_inference_and_export.ipynb#Export) `AMP0084` | `` ScalarType ComplexDouble is an unexpected tensor scalar type `` |
 # | [ONNX Runtime lacks operators in bf16](18_inference_and_export.ipynb#Export) `AMP0196` | `` NOT_IMPLEMENTED : Could not find an implementation for … node with name … `` |
-# | [An ONNX or TensorRT model in fp16 gives NaN or wrong results](18_inference_and_export.ipynb#Export) `AMP0197` | `` Detected finite FP32 values which would overflow in FP16 and converted them to the closest finite FP16 value. `` |
+# | [An ONNX, TensorRT or OpenVINO model in fp16 gives NaN or wrong results](18_inference_and_export.ipynb#Export) `AMP0197` | `` Detected finite FP32 values which would overflow in FP16 and converted them to the closest finite FP16 value. `` |
 # | [TensorRT warns that a layer norm may overflow in fp16](18_inference_and_export.ipynb#Export) `AMP0076` | `` Running layernorm after self-attention in FP16 may cause overflow `` |
 # | [torch.jit.trace fails inside an autocast block](18_inference_and_export.ipynb#Export) `AMP0082` | `` Cannot insert a Tensor that requires grad as a constant. Consider making it a parameter or input, or detaching the gradient `` |
 # | [An exported model computes in another dtype than expected](18_inference_and_export.ipynb#Export) `AMP0099` | an exported model computes in another dtype than expected |
