@@ -93,7 +93,7 @@ for name, dtype in FORMATS.items():
 # TF32 is not a storage format but a faster way to multiply fp32 matrices. Some GPUs ([NVIDIA's since
 # Ampere](https://docs.pytorch.org/docs/stable/notes/cuda.html#tensorfloat-32-tf32-on-ampere-and-later-devices),
 # for example) may read each fp32 input as if its mantissa had only 10 bits. Some kernels round the other
-# 13 bits away, and others, such as [Triton's](https://github.com/triton-lang/triton/issues/4574), cut them off.
+# 13 bits away. Others cut them off, as [a report on Triton](https://github.com/triton-lang/triton/issues/4574) says.
 # `to_tf32` imitates the rounding.
 
 # %%
