@@ -298,6 +298,23 @@ def test_an_optimizer_that_steps_without_the_scaler_is_told(fused):
     assert not _global_optimizer_pre_hooks
 
 
+@pytest.mark.parametrize("overflows_in_step", [0, 1])
+def test_a_step_without_the_scaler_is_told_after_an_overflow_of_the_forward_pass(overflows_in_step):
+    model = nn.Linear(3, 2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
+    with find_nonfinite(model) as finder:
+        for step in range(2):
+            x = torch.full((4, 3), 1e6 if step == overflows_in_step else 1.0)
+            with torch.autocast("cpu", dtype=torch.float16):
+                loss = model(x).float().square().mean()
+            scaler.scale(loss).backward()
+            optimizer.step()
+    assert finder.report.phase == "forward"
+    assert finder.report.bypassed
+    assert "AMP0131" in str(finder.report)
+
+
 def test_raise_on_first_raises_in_forward_and_in_backward():
     for name in ("log of zero", "sqrt at zero", "inf in a weight", "all targets ignored"):
         model, x, options = FAULTS[name][0]()

@@ -260,12 +260,23 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
         self._installed.callback(hook.remove)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.mul.Tensor:
+            self._note_loss_scale(args)
         if self._watching:
             self._note_left_gradient(args)
         out = func(*args, **(kwargs or {}))
         if self._watching and func is not _DETACH:
             self._check_op(func, args, kwargs or {}, out)
         return out
+
+    def _note_loss_scale(self, args: tuple) -> None:
+        """Note what a scaler multiplies the loss by.
+
+        This matters after the report too, because the step that follows may bypass the scaler.
+        """
+        is_outside = torch._C._current_autograd_node() is None and not self._sites.in_module
+        if is_outside:
+            self._loss_scale = applied_loss_scale(args) or self._loss_scale
 
     def _note_left_gradient(self, args: tuple) -> None:
         """Note a gradient that was not finite before autograd adds the next gradient to it.
@@ -281,9 +292,6 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
         """Look at the results of an op; called for every op, below autograd and autocast."""
         node = torch._C._current_autograd_node()  # None outside of a backward pass
         site = self._sites.site_of_op(node)
-        is_outside = node is None and not self._sites.in_module
-        if is_outside and func is torch.ops.aten.mul.Tensor:
-            self._loss_scale = applied_loss_scale(args) or self._loss_scale
         results = outputs(func, out, all_finite=not self._origins)
         nonfinite = [tensor for tensor in results if not is_finite(tensor)]
         # In a backward pass, only activation checkpointing calls modules.
