@@ -339,3 +339,12 @@ def test_progress_beyond_the_run_is_told_in_a_line(tampered, finished, text, cap
     out = tampered(ranks=[own | {"progress": own["progress"] | progress}])
     said = refused(capsys, ["train", "--out", str(out), "--resume", "--data", str(text)])
     assert "checkpoint.pt: does not fit" in said
+
+
+def test_progress_of_another_number_of_steps_is_told_in_a_line(tampered, finished, text, capsys):
+    (own,) = load_checkpoint(finished / "checkpoint.pt")["ranks"]
+    epochs = own["progress"]["epochs"][:-1]
+    out = tampered(ranks=[own | {"progress": own["progress"] | {"epochs": epochs}}])
+    said = refused(capsys, ["train", "--out", str(out), "--resume", "--data", str(text)])
+    described = f"{len(epochs)} epochs and 0 batches, which do not match the number of steps"
+    assert described in said
