@@ -634,8 +634,7 @@ print(message_of(lambda: xray(FlashOnly(), tokens, dtype=torch.float32)).split("
 # model, for example in evaluation, runs outside autocast.
 #
 # **The fix.** Run the call under autocast, or cast q, k and v to fp16 or bf16. If you need fp32, or the GPU
-# is older than Ampere, also allow `SDPBackend.MATH`, which has none of these
-# limits. <!-- tests/tracing/test_kernel_limits.py -->
+# is older than Ampere, also allow `SDPBackend.MATH`, which has none of these limits. <!-- tests/tracing/test_kernel_limits.py -->
 
 # %%
 assert not xray(FlashOnly(), tokens, dtype=torch.bfloat16).raised
@@ -643,8 +642,7 @@ assert not xray(FlashOnly(), tokens, dtype=torch.bfloat16).raised
 # %% [markdown]
 # **Notice it earlier.** Run X-ray with the dtype of evaluation, too. X-ray checks the kernels' limits on
 # dtypes, masks and head sizes. <!-- tests/tracing/test_kernel_limits.py -->
-
-# %% [markdown]
+#
 # ## Further reading
 #
 # - [Which ops autocast casts on each device](https://docs.pytorch.org/docs/stable/amp.html#autocast-op-reference).

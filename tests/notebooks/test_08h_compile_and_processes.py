@@ -2,6 +2,7 @@
 
 import functools
 import io
+import os
 import warnings
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -309,6 +310,9 @@ def test_fsdp2_casts_no_buffer_and_keeps_the_dtype_of_the_weights(group_of_one):
 
 def sums_of_two_dtypes() -> str:
     """What a rank says of a sum in which one rank has another dtype."""
+    # Set here and not by the parent: the server that forks the ranks would keep it for all tests.
+    os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
+    dist.set_debug_level_from_env()
     dist.init_process_group("gloo")
     dtype = BF16 if dist.get_rank() else torch.float32
     message = message_of(lambda: dist.all_reduce(torch.ones(2, dtype=dtype)))
@@ -317,9 +321,8 @@ def sums_of_two_dtypes() -> str:
 
 
 @pytest.mark.slow
-def test_a_debugging_variable_compares_the_dtypes_of_the_ranks(monkeypatch):
+def test_a_debugging_variable_compares_the_dtypes_of_the_ranks():
     """AMP0190."""
-    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
     for message in values_of(sums_of_two_dtypes, 2):
         assert "Detected mismatch between collectives on ranks" in message
         assert "TensorDtypes=BFloat16" in message
