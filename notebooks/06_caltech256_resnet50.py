@@ -392,8 +392,7 @@ _ = figures.memory_by_dtype(
 # AMP does not make these tensors smaller:
 #
 # - images, weights and optimizer state, all in fp32 (plus a bf16 copy of the images);
-# - weight gradients, also in fp32. Few of them exist at the peak, because the backward pass has just
-#   begun;
+# - weight gradients, also in fp32;
 # - the positions of the maxima in max pooling, which are int64 in every precision.
 #
 # ## The largest batch

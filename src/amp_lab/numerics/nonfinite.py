@@ -15,7 +15,7 @@ from amp_lab.core.tensors import storage_key, tensors_in
 from amp_lab.numerics import op_constants
 from amp_lab.numerics.autocast_effect import autocast_around
 from amp_lab.numerics.call_sites import CallSites
-from amp_lab.numerics.call_stack import applied_loss_scale, in_backward, user_line
+from amp_lab.numerics.call_stack import in_backward, user_line
 from amp_lab.numerics.error_notes import add_note
 from amp_lab.numerics.lost_eps import LostEps
 from amp_lab.numerics.model_weights import (
@@ -27,7 +27,8 @@ from amp_lab.numerics.model_weights import (
     weights_dtype,
 )
 from amp_lab.numerics.nonfinite_report import NonfiniteReport, left_by_error
-from amp_lab.numerics.optimizer_step import StepWatch, bypasses_scaler
+from amp_lab.numerics.optimizer_step import StepWatch
+from amp_lab.numerics.scaler_watch import ScalerWatch
 from amp_lab.numerics.storage_notes import StorageNotes
 from amp_lab.numerics.stored_parts import is_sharded
 from amp_lab.numerics.tensor_summary import TensorSummary, is_finite, summarise
@@ -84,10 +85,9 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
         self._origins = StorageNotes[NonfiniteReport]()
         self._all_origins: list[NonfiniteReport] = []  # in the order in which they were found
         self._watched: set[str] = set()  # names of parameters whose gradients are watched
-        self._loss_scale: float | None = None  # what a scaler multiplied the loss by
+        self._scaler = ScalerWatch()
         self._lost_eps = LostEps()
         self._divided_away: NonfiniteReport | None = None  # an inf that something was divided by
-        self._bypassed = False  # whether an optimizer stepped without the scaler
         self._steps = StepWatch()
         self._autocast: torch.dtype | None = None  # around the module that was called last
         self._watching = False  # whether ops are looked at now
@@ -163,10 +163,9 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
         if self._watching:
             with self._unwatched():
                 self._steps.start(optimizer)
-        if self._loss_scale is not None and bypasses_scaler(optimizer, self._model):
-            self._bypassed = True
-            if self.report is not None:
-                self.report = dataclasses.replace(self.report, bypassed=True)
+        self._scaler.before_step(optimizer, self._model)
+        if self.report is not None:
+            self.report = dataclasses.replace(self.report, bypassed=self._scaler.bypassed)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """A hook after an optimizer's step: report the first parameter that the step broke."""
@@ -182,7 +181,7 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
         is_recomputed = in_backward()  # activation checkpointing calls modules once more
         is_outermost = not self._sites.in_module and not is_recomputed
         if is_outermost:
-            self._loss_scale = None
+            self._scaler.loss_scale = None
         self._autocast = autocast_around(module)
         site = self._sites.enter(module, self._names[module], is_recomputed=is_recomputed)
         if self._watching:
@@ -260,23 +259,14 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
         self._installed.callback(hook.remove)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.aten.mul.Tensor:
-            self._note_loss_scale(args)
+        if not self._sites.in_module:
+            self._scaler.note_op(func, args)
         if self._watching:
             self._note_left_gradient(args)
         out = func(*args, **(kwargs or {}))
         if self._watching and func is not _DETACH:
             self._check_op(func, args, kwargs or {}, out)
         return out
-
-    def _note_loss_scale(self, args: tuple) -> None:
-        """Note what a scaler multiplies the loss by.
-
-        This matters after the report too, because the step that follows may bypass the scaler.
-        """
-        is_outside = torch._C._current_autograd_node() is None and not self._sites.in_module
-        if is_outside:
-            self._loss_scale = applied_loss_scale(args) or self._loss_scale
 
     def _note_left_gradient(self, args: tuple) -> None:
         """Note a gradient that was not finite before autograd adds the next gradient to it.
@@ -435,7 +425,7 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
             call=site.call,
             value=value,
             number=len(self._all_origins),
-            loss_scale=self._loss_scale,
+            loss_scale=self._scaler.loss_scale,
             weights=weights_dtype(self._model, site.module),
             half_weights=trains_fp16_weights(self._model),
             **fields,
@@ -487,7 +477,7 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
 
     def _end_with(self, origin: NonfiniteReport, reached: str) -> None:
         """Make this origin the report, and stop watching, since it is the first; raise if asked."""
-        self.report = dataclasses.replace(origin, reached=reached, bypassed=self._bypassed)
+        self.report = dataclasses.replace(origin, reached=reached, bypassed=self._scaler.bypassed)
         self._watching = False
         if self._raise:
             raise NumericsError(f"find_nonfinite:\n{self.report}")
