@@ -573,7 +573,7 @@ def test_lightning_advances_the_schedule_only_after_a_step(recwarn):
 def test_a_loss_that_was_scaled_is_divided_by_the_scale_before_the_update():
     """AMP0306."""
     weight = nn.Parameter(torch.ones(()))
-    optimizer, scaler = torch.optim.SGD([weight], lr=0.0), torch.amp.GradScaler("cpu")
+    optimizer, scaler = torch.optim.SGD([weight], lr=0.5), torch.amp.GradScaler("cpu")
     loss = weight * 0.5
     scaled = scaler.scale(loss)
     scaled.backward()
@@ -581,3 +581,4 @@ def test_a_loss_that_was_scaled_is_divided_by_the_scale_before_the_update():
     assert scaled.item() / scaler.get_scale() == loss.item() == 0.5
     scaler.step(optimizer)
     scaler.update()
+    assert weight.item() == 1 - 0.5 * 0.5  # the training itself is not affected
