@@ -68,7 +68,7 @@ assert defaults == [torch.bfloat16] + [torch.float16] * 3
 # ## Four things that can happen to an op
 #
 # Each backend has [a list of ops](https://docs.pytorch.org/docs/stable/amp.html#autocast-op-reference). An
-# op on the list has one of three policies (but on CUDA and XPU, `binary_cross_entropy` is an error). Other
+# op on the list has one of three policies. The one exception is `binary_cross_entropy`, which CUDA and XPU refuse. Other
 # ops are left alone:
 #
 # | policy | what autocast does | typical ops |

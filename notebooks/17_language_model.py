@@ -265,7 +265,7 @@ print(f"fp32 logits: {1024 * 8000 * 4 / 2**20:.1f} MiB, one chunk: {64 * 8000 * 
 # - **fp32 for the adapters**, because bf16 would lose small updates ([notebook
 #   16](16_low_precision_state.ipynb)).
 #
-# For a 16-bit base, peft, the LoRA library of Hugging Face, also creates adapters in fp32, unless you pass
+# peft is the LoRA library of Hugging Face. For a 16-bit base, it also creates adapters in fp32, unless you pass
 # `autocast_adapter_dtype=False`.
 # <!-- tests/notebooks/test_17_language_model.py -->
 #
