@@ -46,7 +46,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import build_pairs
-from amp_lab.failures.words import terms_of
+from amp_lab.failures.words import stems_of, terms_of
 
 ROOT = Path(__file__).resolve().parent.parent
 DATA = ROOT / "src" / "amp_lab" / "failures" / "data"
@@ -294,10 +294,11 @@ def described(synonyms: dict[str, str]) -> dict[str, list[list[list[str]]]]:
 
 
 def _parts(description: str, synonyms: dict[str, str]) -> list[list[str]]:
-    """The words of each part of ``"slow cpu|gtx16"``, as the index has them."""
+    """The stems of each part of ``"slow cpu|gtx16"``."""
     parts = []
     for part in description.split():
-        parts.append([_term(word, synonyms) for word in part.split("|")])
+        terms = [_term(word, synonyms) for word in part.split("|")]
+        parts.append(sorted(stems_of(terms)))
     return parts
 
 

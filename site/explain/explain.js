@@ -118,9 +118,14 @@ const AmpExplain = (() => {
     return isLog ? line.replace(LOGGED_NUMBER, " ") : line;
   }
 
+  /** The stems of terms: "drops" and "dropped" have the stem "drop". */
+  function stemsOf(terms) {
+    return new Set([...terms].map((term) => lunr.stemmer(new lunr.Token(term)).toString()));
+  }
+
   /** How many facts that point to the failure stand together; 0 if no list is complete. */
-  function factsTogether(code, terms, reference) {
-    const together = (reference.described[code] ?? []).filter((facts) => facts.every((words) => words.some((word) => terms.has(word))));
+  function factsTogether(code, stems, reference) {
+    const together = (reference.described[code] ?? []).filter((facts) => facts.every((words) => words.some((word) => stems.has(word))));
     return Math.max(0, ...together.map((facts) => facts.length));
   }
 
@@ -129,11 +134,11 @@ const AmpExplain = (() => {
     const terms = new Set(termsOf(question, reference.synonyms));
     const shared = new Set(results.flatMap(({ matchData }) => Object.keys(matchData.metadata)));
     const named = Object.values(reference.named).filter(({ words }) => words.some((word) => terms.has(word)));
-    const scores = new Map();
+    const stems = stemsOf(terms), scores = new Map();
     for (const { ref, score, matchData } of results) {
       let own = score * (Object.keys(matchData.metadata).length / shared.size) ** COVERAGE;
       for (const { codes } of named) if (!codes.includes(ref)) own *= NOT_NAMED;
-      const facts = factsTogether(ref, terms, reference);
+      const facts = factsTogether(ref, stems, reference);
       if (facts > 0) own *= facts > 2 ? THREE_FACTS : DESCRIBED;
       scores.set(ref, Math.round(own * 1e4));
     }
@@ -147,7 +152,7 @@ const AmpExplain = (() => {
     const common = Object.keys(best.matchData.metadata).length;
     if (question.search(PRINTED) >= 0) return namesSubject && common >= SHARE_OF_A_PRINTED_ERROR * words;
     if (namesSubject) return true;
-    const facts = factsTogether(best.ref, new Set(termsOf(question, reference.synonyms)), reference);
+    const facts = factsTogether(best.ref, stemsOf(termsOf(question, reference.synonyms)), reference);
     if (facts >= FACTS_OF_A_WINNER) return true;
     return facts > 0 && common >= Math.max(WORDS_OF_A_WINNER, SHARE_OF_A_WINNER * words);
   }
@@ -177,7 +182,7 @@ const AmpExplain = (() => {
     return { codes: known ? shown : [], nearest: known ? [] : shown, ownLine, byMessage: false };
   }
 
-  return { termsOf, search, explain, factsTogether };
+  return { termsOf, stemsOf, search, explain, factsTogether };
 })();
 
 if (typeof module !== "undefined") module.exports = AmpExplain;

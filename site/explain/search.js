@@ -53,7 +53,7 @@
   /** More for the page of a failure of which facts stand together: see `amp_lab.failures.ranking`. */
   function described([page]) {
     const code = page.match(/^failures\/(AMP\d{4})/)?.[1];
-    return code && AmpExplain.factsTogether(code, new Set(terms), AmpReference) ? DESCRIBED : 1;
+    return code && AmpExplain.factsTogether(code, AmpExplain.stemsOf(terms), AmpReference) ? DESCRIBED : 1;
   }
 
   const rank = (page) => page.score * page.words.size ** 0.5 * described(page.section);

@@ -17,7 +17,7 @@ from amp_lab.failures import Failure, load_reference, read_explanation
 from amp_lab.failures.explanation import has_subject, last_own_line, question_of
 from amp_lab.failures.patterns import flat, pattern
 from amp_lab.failures.ranking import is_described
-from amp_lab.failures.words import terms_of, words_to_search
+from amp_lab.failures.words import stems_of, terms_of, words_to_search
 
 SEEN = json.loads(Path(__file__).with_name("seen.json").read_text(encoding="utf-8"))
 DESCRIBED = json.loads(Path(__file__).with_name("described.json").read_text(encoding="utf-8"))
@@ -391,6 +391,13 @@ def test_facts_point_to_a_failure_only_if_they_stand_together():
     assert is_described("AMP0176", {"slow", "tpu", "bf16"}, reference)
     assert not is_described("AMP0176", {"slow", "bf16"}, reference)
     assert not is_described("AMP0033", {"slow", "tpu"}, reference)
+
+
+def test_a_fact_has_any_form_of_its_word():
+    facts = [["scale"], ["drop"]]
+    reference = dataclasses.replace(REFERENCE, described={"AMP0001": [facts]})
+    stems = stems_of(["scales", "dropped"])
+    assert is_described("AMP0001", stems, reference)
 
 
 def test_a_description_with_the_facts_of_a_failure_needs_no_word_of_the_subject():

@@ -8,7 +8,7 @@ from amp_lab.failures.graph_breaks import graph_break
 from amp_lab.failures.patterns import flat
 from amp_lab.failures.ranking import facts_together, ranked
 from amp_lab.failures.reference import Failure, Page, Pattern, Reference, load_reference
-from amp_lab.failures.words import terms_of, words_to_search
+from amp_lab.failures.words import stems_of, terms_of, words_to_search
 
 MOST = 3  # failures, or pages, that are shown
 MAX_CHARACTERS = 1_000_000  # of a log, from its end
@@ -255,8 +255,8 @@ def _is_about_precision(
         return names_subject and common >= _SHARE_OF_A_PRINTED_ERROR * words
     if names_subject:
         return True
-    terms = set(terms_of(question, reference.synonyms))
-    facts = facts_together(best["ref"], terms, reference)
+    stems = stems_of(terms_of(question, reference.synonyms))
+    facts = facts_together(best["ref"], stems, reference)
     if facts >= _FACTS_OF_A_WINNER:
         return True
     return facts > 0 and common >= max(_WORDS_OF_A_WINNER, _SHARE_OF_A_WINNER * words)

@@ -8,7 +8,7 @@ the description names (a device, a framework, an op), and which facts stand toge
 
 from typing import TYPE_CHECKING, Any
 
-from amp_lab.failures.words import terms_of
+from amp_lab.failures.words import stems_of, terms_of
 
 if TYPE_CHECKING:
     from amp_lab.failures.reference import Reference
@@ -41,6 +41,7 @@ def ranked(
         for named in reference.named.values()
         if not terms.isdisjoint(named["words"])
     ]
+    stems = stems_of(terms)
     scores = {}
     for result in results:
         code = result["ref"]
@@ -49,22 +50,22 @@ def ranked(
         for codes in codes_of_named:
             if code not in codes:
                 score *= _NOT_NAMED
-        facts = facts_together(code, terms, reference)
+        facts = facts_together(code, stems, reference)
         if facts > 0:
             score *= _THREE_FACTS if facts > 2 else _DESCRIBED
         scores[code] = score
     return sorted(results, key=lambda result: (-round(scores[result["ref"]], 4), result["ref"]))
 
 
-def is_described(code: str, terms: set[str], reference: "Reference") -> bool:
-    """Whether facts that point to the failure stand together in a description with these terms."""
-    return facts_together(code, terms, reference) > 0
+def is_described(code: str, stems: set[str], reference: "Reference") -> bool:
+    """Whether facts that point to the failure stand together in a description with these stems."""
+    return facts_together(code, stems, reference) > 0
 
 
-def facts_together(code: str, terms: set[str], reference: "Reference") -> int:
+def facts_together(code: str, stems: set[str], reference: "Reference") -> int:
     """How many facts that point to the failure stand together; 0 if no list is complete."""
     most = 0
     for facts in reference.described.get(code, []):
-        if all(not terms.isdisjoint(words) for words in facts):
+        if all(not stems.isdisjoint(words) for words in facts):
             most = max(most, len(facts))
     return most

@@ -51,6 +51,14 @@ def words_to_search(text: str, synonyms: dict[str, str]) -> list[str]:
     return [term for term in dict.fromkeys(terms_of(text, synonyms)) if term not in WORDS]
 
 
+def stems_of(terms: Iterable[str]) -> set[str]:
+    """The stems of terms: *drops* and *dropped* have the stem *drop*."""
+    with needed_for(_PURPOSE):
+        from lunr.stemmer import porter_stemmer
+
+    return {porter_stemmer.stem(term) for term in terms}
+
+
 def build_index(
     failures: Iterable["Failure"], pages: Iterable["Page"], synonyms: dict[str, str]
 ) -> Any:
