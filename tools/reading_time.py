@@ -22,10 +22,8 @@ LINK = re.compile(r"\]\([^)]*\)")
 COMMENT = re.compile(r"<!--.*?-->", re.DOTALL)  # which nobody sees
 INDEX_ROW = re.compile(r"^\|.*`AMP\d{4}`.*$", re.MULTILINE)
 README = build_pairs.FOLDER.parent / "README.md"
-# A row of its table: | [title](notebooks/NAME.ipynb) | … | minutes to read | time to run |
-ROW = re.compile(
-    r"^(\| \[[^]]+\]\(notebooks/(\w+)\.ipynb\) \|.*\| )\d+ min( \|[^|]*\|)$", re.MULTILINE
-)
+# A row of its table: | [title](notebooks/NAME.ipynb) | … | minutes to read |
+ROW = re.compile(r"^(\| \[[^]]+\]\(notebooks/(\w+)\.ipynb\) \|.*\| )\d+ min( \|)$", re.MULTILINE)
 
 
 class Minutes(NamedTuple):

@@ -114,7 +114,7 @@ def run_bench(
     is wrong (`TOLERANCES`), if it fails or runs out of memory, or if the hardware only emulates its
     precision. Then the rungs take turns for `rounds` rounds. By default, the timing continues until
     enough rounds were undisturbed, for at most 24 rounds (18 if `quick`). A `quick` run uses small
-    sizes, leaves out rungs that compile slowly, and ends within three minutes. Rows with too few
+    sizes, leaves out rungs that compile slowly, and takes about three minutes. Rows with too few
     rounds are not trusted.
 
     `say` is called with a line before each measurement. `after_round` is called with the results so

@@ -32,7 +32,7 @@ def add(commands) -> None:
     rung = "optimization to time (see --list); repeat the option for several (default: all)"
     option("--rung", action="append", metavar="NAME", help=rung)
     option("--list", action="store_true", help="print the names of workloads and rungs, and stop")
-    option("--quick", action="store_true", help="measure small sizes, in less than 3 minutes")
+    option("--quick", action="store_true", help="measure small sizes, in about 3 minutes")
     rounds = (
         "number of rounds to time (default: as many as a trusted result needs, at most 24; at most "
         "18 with --quick)"
