@@ -76,7 +76,7 @@ def _bench(settings: Settings) -> list[list[str]]:
     """The command that runs the quick benchmark."""
     command = ["-m", "amp_lab", "bench", "--quick", "--out", str(settings.out / "bench.json")]
     if settings.tiny:
-        command += ["--rounds", "1", "--workload", "product", "--precision", "fp32"]
+        command += ["--rounds", "1", "--workload", "matmul", "--precision", "fp32"]
     return [command]
 
 

@@ -87,9 +87,9 @@ def test_a_run_keeps_freed_memory(toy, undisturbed, monkeypatch):
 
 
 def test_settings_choose(toy):
-    rows = toy(names=["product"], precisions=["fp16"], rungs=["eager"]).rows
+    rows = toy(names=["matmul"], precisions=["fp16"], rungs=["eager"]).rows
     assert [(row.workload, row.precision) for row in rows] == [
-        ("product", "fp32"), ("product", "fp16")
+        ("matmul", "fp32"), ("matmul", "fp16")
     ]  # fmt: skip
 
 
@@ -209,12 +209,12 @@ def test_judgement(check, precision, reason):
     assert reason in row.reason
 
 
-def test_a_product_raises_the_limit_and_what_is_much_faster_is_not_trusted(
+def test_a_matmul_raises_the_limit_and_what_is_much_faster_is_not_trusted(
     toy, monkeypatch, undisturbed
 ):
     """By a tenth at most, and other workloads raise nothing: a wrong count stays in sight."""
     monkeypatch.setattr(runner, "_time", lambda configuration, turn_s: 1e-3)
-    flops = 2 * 16**3 / 1e-3  # of the product
+    flops = 2 * 16**3 / 1e-3  # of the matmul
     flops_per_s = {"fp32": 0.95 * flops, "tf32": None, "fp16": 1.0, "bf16": 0.5 * flops}
     low = Ceilings(flops_per_s, {64: 1e9}, trusted=True)
     monkeypatch.setattr(runner, "measure_ceilings", lambda device: low)
@@ -240,7 +240,7 @@ def undisturbed(monkeypatch):
 
 @pytest.mark.parametrize(("quick", "most"), [(False, 24), (True, 18)])
 def test_rounds_end_when_enough_were_undisturbed(toy, monkeypatch, undisturbed, quick, most):
-    one = {"names": ["product"], "rungs": ["eager"], "rounds": None, "quick": quick}
+    one = {"names": ["matmul"], "rungs": ["eager"], "rounds": None, "quick": quick}
     rows = toy(**one).rows
     assert {(row.rounds, row.disturbed, row.trusted) for row in rows} == {(12, 0, True)}
     assert "in 0 of 12 rounds" in str(toy(**one))
@@ -277,7 +277,7 @@ def test_out_of_memory_is_reported_and_the_run_goes_on(toy, by):
     toy.workloads[0] = Workload("convmodel", "huge", "training", "images", 1, build, layers)
     rows = toy().rows
     assert {row.status for row in rows if row.size == "huge"} == {"out of memory"}
-    assert all(row.status == "ok" for row in rows if row.workload == "product")
+    assert all(row.status == "ok" for row in rows if row.workload == "matmul")
 
 
 def test_without_fp32_eager_nothing_is_judged(toy, monkeypatch):
@@ -320,7 +320,7 @@ def test_an_interrupted_run_keeps_its_rows(toy, tmp_path):
 
     results = toy(after_round=after_round)
     assert not results.complete
-    assert [row.workload for row in results.rows] == ["convmodel"] * 6 + ["product"] * 2
+    assert [row.workload for row in results.rows] == ["convmodel"] * 6 + ["matmul"] * 2
     assert all(row.samples_s for row in results.rows)
     assert len(load_results(tmp_path / "r.json").rows) == 8
     assert "stopped before its end" in str(results)

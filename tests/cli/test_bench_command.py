@@ -74,12 +74,12 @@ def test_it_prints_a_table_and_writes_json_and_a_picture(capsys, monkeypatch, tm
 
 @pytest.mark.parametrize(("form", "start"), [("markdown", "**"), ("json", "{")])
 def test_other_formats(capsys, form, start):
-    product = ["bench", "--device", "cpu", "--rounds", "1", "--workload", "product"]
-    assert main([*product, "--format", form]) == 0
+    matmul = ["bench", "--device", "cpu", "--rounds", "1", "--workload", "matmul"]
+    assert main([*matmul, "--format", form]) == 0
     out = capsys.readouterr().out
     assert out.startswith(start)
     if form == "json":
-        assert json.loads(out)["rows"][0]["workload"] == "product"
+        assert json.loads(out)["rows"][0]["workload"] == "matmul"
 
 
 def test_lists_what_there_is(capsys):

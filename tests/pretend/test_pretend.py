@@ -248,7 +248,7 @@ COMMANDS = {
         "train --out run --resume",
         "export run model.pt",
     ],
-    "bench": ["bench --quick --rounds 1 --workload product --precision fp32 --out bench.json"],
+    "bench": ["bench --quick --rounds 1 --workload matmul --precision fp32 --out bench.json"],
     "ops": ["ops --device cuda --against mps"],
     "xray": [f"xray {MODEL} --device cuda", f"xray {MODEL} --device cpu --real"],
     "memory": [f"memory {MODEL} --device cuda --memory 8GiB"],

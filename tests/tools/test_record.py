@@ -39,7 +39,7 @@ def results(tmp_path, monkeypatch):
             bench_row(),
             bench_row(speedup=9.0, trusted=False),
             bench_row(speedup=7.0, status="failed"),
-            bench_row(speedup=8.0, workload="product"),
+            bench_row(speedup=8.0, workload="matmul"),
         ],
     }
     (tmp_path / "bench-quick-gpu.json").write_text(json.dumps(bench))

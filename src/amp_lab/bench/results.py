@@ -95,13 +95,13 @@ class Results(Printed, Ceilings):
         """Raise the limits to the highest rates of the run, and update each row's share of them.
 
         The limits are measured before the rows. On a machine that others use too, a matmul of the
-        workload ``product`` may run later, when the machine is less busy. Only that workload raises
+        workload ``matmul`` may run later, when the machine is less busy. Only that workload raises
         limits: in another one, a rate above the limit shows that its FLOPs are counted wrong. Rows
         that are faster than the device can be are distrusted first, and raise no limit.
         """
         self.distrust_impossible()
         counted = [row for row in self.rows if row.status == "ok" and row.floor_s is not None]
-        matmuls = [row for row in counted if row.workload == "product"]
+        matmuls = [row for row in counted if row.workload == "matmul"]
         # Chosen before any limit changes: a higher limit must not make another row possible.
         possible = [row for row in matmuls if not self.impossible_reason(row)]
         for row in possible:

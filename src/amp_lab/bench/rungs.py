@@ -109,7 +109,7 @@ def _has_tiled_step(ladder: Ladder) -> bool:
 
 def _has_several_ops(ladder: Ladder) -> bool:
     """Whether torch.compile can fuse ops: a matmul alone has none to fuse."""
-    return ladder.workload.kind != "product"
+    return ladder.workload.kind != "matmul"
 
 
 RUNGS = (
@@ -275,7 +275,7 @@ def make_step(ladder: Ladder, rung: Rung) -> RungStep:
     model = call.model.train(workload.trains)
     use = TRAINING if workload.trains else INFERENCE
     # The operands of a matmul are in the precision, so that no cast is timed.
-    recipe = Recipe(use, ladder.precision, cast=workload.kind == "product")
+    recipe = Recipe(use, ladder.precision, cast=workload.kind == "matmul")
     reads_loss = workload.trains
     for lower in rungs_of(ladder):
         recipe = lower.change(recipe)

@@ -38,8 +38,8 @@ class Workload:
 
     name: str  # name on the command line
     size: str  # shapes, such as ``16x3x224x224``: only results of one size are compared
-    kind: str  # ``training``, ``inference`` or ``product``
-    unit: str  # of the rate in the table: ``images``, ``tokens`` or ``products`` per second
+    kind: str  # ``training``, ``inference`` or ``matmul``
+    unit: str  # of the rate in the table: ``images``, ``tokens`` or ``matmuls`` per second
     items: int  # how many of `unit` a step has
     build: Callable[[torch.device], Problem] = field(repr=False)
     # Kinds of layers that some rungs need: ``convolution``, ``norm``, ``large linear``.
@@ -172,10 +172,10 @@ def matmul_workload(m: int, k: int, n: int) -> Workload:
         return Problem(ModelCall(model, (left,)), lr=1e-3)
 
     return Workload(
-        name="product",
+        name="matmul",
         size=f"{m}x{k}x{n}",
-        kind="product",
-        unit="products",
+        kind="matmul",
+        unit="matmuls",
         items=1,
         build=build,
     )
@@ -224,7 +224,7 @@ WORKLOADS = {
         [], [classifier_workload("resnet50", 64, 224, classes=1000)],
     ],
     "gpt": [[gpt_workload(*size)] for size in _TEXTS],
-    "product": [
+    "matmul": [
         _matmuls(512, quick=True), _matmuls(2048), _matmuls(2048, quick=True), _matmuls(8192)
     ],
 }  # fmt: skip

@@ -307,7 +307,7 @@ class _Watch:
 
     def __init__(self, device: torch.device):
         self.device = device
-        self.matrix = torch.ones(192, 192, device=device)  # a few products take a millisecond
+        self.matrix = torch.ones(192, 192, device=device)  # a few matmuls take a millisecond
         self.exchanged = torch.ones(2**18)  # 1 MiB in the memory of the CPU, for `exchange`
         # Two or more times for each round, in order; no exchanges on a GPU.
         self.calibrations_s: list[float] = []

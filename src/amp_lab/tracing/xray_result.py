@@ -429,5 +429,5 @@ def _modules_and_ops(result: Xray) -> list[tuple[str, str]]:
 
 
 def _dtypes(row: OpRecord) -> tuple:
-    """What a comparison looks at: the dtypes of the inputs, of the outputs, and of products."""
+    """What a comparison looks at: the dtypes of the inputs, of the outputs, and of matmuls."""
     return row.in_dtypes, row.out_dtypes, row.product_dtype
