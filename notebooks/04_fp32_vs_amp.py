@@ -118,7 +118,7 @@ def step_fp32(model, optimizer):
 
 # %% [markdown]
 # With AMP, the forward pass and the loss run under autocast, and a scaler handles the backward pass and
-# the optimizer step. The comment `# AMP` marks new and changed lines.
+# the optimizer step. The comment `# AMP` marks what AMP adds or changes.
 
 
 # %%
@@ -330,7 +330,8 @@ _ = figures.time_and_memory(
 # <!-- tests/plots/test_plots.py -->
 #
 # With bf16, autograd stores about half as many bytes as with FP32, because nearly all saved tensors are
-# activations in bf16. On Apple's MPS the share is larger, because batch normalisation runs in fp32 there.
+# activations in bf16. On Apple's MPS autograd stores more than with FP32, because batch normalisation
+# runs in fp32 there. <!-- tests/notebooks/test_04_fp32_vs_amp.py -->
 #
 # The peak also includes the weights, their gradients and Adam's state. All of these stay in fp32, so the
 # peak shrinks less. [Notebook 06](06_caltech256_resnet50.ipynb#Count-the-memory-of-a-step) counts them.

@@ -73,8 +73,8 @@ assert failure.code == "AMP0018"
 #
 # ## All failures
 #
-# Search this page with Ctrl+F. The dtypes in your message may differ from those shown here. Dots stand for text
-# that depends on the program.
+# Search this page with Ctrl+F. The dtypes in your message may differ from those shown here. Most dots stand for
+# text that depends on the program.
 
 # %% [markdown]
 # <!-- index of failures -->

@@ -459,8 +459,8 @@ print(message_of(lambda: torch._scaled_grouped_mm(fp8(32, 100), fp8(64, 100).T, 
 # an incomplete last batch with `drop_last=True`. Or keep the layer in bf16. If an FP8 checkpoint fails
 # in vLLM or SGLang, use a smaller tensor-parallel size.
 #
-# nanoGPT pads [50257 to 50304](https://github.com/karpathy/nanoGPT/blob/master/model.py). The logits of
-# real tokens stay the same. Ignore the logits of the padding tokens before you choose a token.
+# When it trains from scratch, nanoGPT pads [50257 to
+# 50304](https://github.com/karpathy/nanoGPT/blob/master/model.py). The logits of real tokens stay the same. Ignore the logits of the padding tokens before you choose a token.
 
 # %%
 padded = math.ceil(50257 / 64) * 64

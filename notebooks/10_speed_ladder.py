@@ -20,7 +20,7 @@
 # - when AMP makes a step slower, and from which size on AMP makes a step faster.
 #
 # **What you need.** [Notebook 04](04_fp32_vs_amp.ipynb) for the training step and for how to measure. On
-# a CPU, `torch.compile` needs a C++ compiler.
+# a CPU, `torch.compile` needs a C++ compiler. <!-- tests/core/test_requirements.py -->
 
 # %% tags=["nbval-ignore-output"]
 from functools import partial

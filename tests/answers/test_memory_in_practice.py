@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint_sequential
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from amp_lab import forecast_memory
 
@@ -35,7 +35,10 @@ def code_of(words: str) -> str:
 
 
 class Blocks(nn.Module):
-    """Eight blocks of an MLP, checkpointed in a number of parts; 0 for no checkpoint."""
+    """Eight blocks of an MLP, checkpointed in a number of parts; 0 for no checkpoint.
+
+    `checkpoint_sequential` does not checkpoint its last part, so a single part needs `checkpoint`.
+    """
 
     def __init__(self, parts: int):
         super().__init__()
@@ -48,6 +51,8 @@ class Blocks(nn.Module):
     def forward(self, x):
         if not self.parts:
             return self.blocks(x)
+        if self.parts == 1:
+            return checkpoint(self.blocks, x, use_reentrant=False)
         return checkpoint_sequential(self.blocks, self.parts, x, use_reentrant=False)
 
 
@@ -167,7 +172,8 @@ def test_checkpointing_under_autocast_changes_no_gradient():
 
 def test_where_checkpointing_does_not_lower_the_peak():
     """AMP0272."""
-    assert forecast(parts=1).peak == forecast(parts=0).peak
+    assert forecast(parts=1).activations < 0.05 * forecast(parts=0).activations
+    assert forecast(parts=1).peak == pytest.approx(forecast(parts=0).peak, rel=1e-3)
     assert forecast(parts=4).peak < 0.7 * forecast(parts=0).peak
     assert forecast(parts=8).peak_phase == "optimizer"
 

@@ -10,6 +10,7 @@ import tomllib
 import pytest
 import torch
 from packaging.specifiers import SpecifierSet
+from torch._inductor.utils import fresh_cache
 
 import amp_lab
 import measure_code
@@ -33,6 +34,14 @@ def test_the_versions_of_python_that_the_readme_names_are_allowed():
     assert all(f"3.{minor}.0" in allowed for minor in range(int(first), int(last) + 1))
     assert f"3.{int(first) - 1}.9" not in allowed
     assert excluded not in allowed
+
+
+def test_compiling_for_a_cpu_needs_a_cpp_compiler(monkeypatch):
+    monkeypatch.setattr(torch._inductor.config.cpp, "cxx", ("no-such-compiler",))
+    torch.compiler.reset()
+    with fresh_cache(), pytest.raises(Exception, match="InvalidCxxCompiler"):
+        torch.compile(torch.sin)(torch.ones(8))
+    torch.compiler.reset()
 
 
 def test_a_torch_that_is_too_old_is_refused(monkeypatch, capsys):

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from course import measuring
 
 import build_pairs
-from amp_lab import Comparison, Precision
+from amp_lab import Comparison, Precision, forecast_memory
 from amp_lab.bench import ConvModel
 
 CPU = torch.device("cpu")
@@ -103,6 +103,16 @@ def test_the_article_kept_two_graphs_alive_in_inference():
     one_graph = mib_at_the_peak("inference", passes=1)
     without = mib_at_the_peak("inference", graph=False)
     assert without < 0.3 * training < one_graph < training < two_graphs
+
+
+def test_on_mps_autograd_stores_more_with_bf16_than_with_fp32():
+    def saved(device_type: str, precision: Precision) -> int:
+        x = torch.empty(1, 2, 64, 64, device="meta")
+        model = ConvModel(256)
+        return forecast_memory(model, x, precision=precision, device_type=device_type).activations
+
+    assert saved("cuda", BF16) < 0.6 * saved("cuda", FP32)
+    assert saved("mps", BF16) > 1.1 * saved("mps", FP32)
 
 
 def test_eval_and_inference_mode_are_two_switches():
