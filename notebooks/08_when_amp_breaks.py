@@ -334,7 +334,7 @@ assert failure.code == "AMP0018"
 # | [Autocast makes torch.compile recompile](18_inference_and_export.ipynb#What-torch.compile-changes) `AMP0184` | `` GLOBAL_STATE changed: autocast `` |
 # | [A compiled model is no faster](10_speed_ladder.ipynb#Climb) `AMP0096` | a compiled model is no faster |
 # | [A CUDA graph refuses the cache of autocast](08h_compile_and_processes.ipynb#A-compiled-model-has-different-gradients) `AMP0079` | `` make_graphed_callables does not support the autocast caching. `` |
-# | [Checkpointing recomputes a tensor in another dtype](07_training_recipes.ipynb#Checkpoint-activations) `AMP0080` | `` Recomputed values for the following tensors have different metadata than during the forward pass. `` |
+# | [Checkpointing recomputes a tensor in another dtype](07_training_recipes.ipynb#Checkpoint-activations) `AMP0080` | `` Recomputed values for the following tensors have different metadata than during the forward pass… `` |
 # | [Apex is missing or has no amp](13_from_apex.ipynb) `AMP0188` | `` cannot import name 'amp' from 'apex' `` |
 # | [One rank waits for another that skipped a step](../docs/trainers.md#how-do-i-skip-a-bad-batch-without-a-hang) `AMP0189` | `` Watchdog caught collective operation timeout `` |
 # | [The ranks send tensors of different dtypes](11_scale_out.ipynb#What-does-each-rank-send-and-hold?) `AMP0190` | `` Received data size doesn't match expected size. Is there a distributed collective mismatch in your code? `` |

@@ -25,6 +25,10 @@ _SHARE_OF_A_WINNER = 0.4
 # A printed error that matches no known message is known if it has a word of the subject, and if
 # this share of its words are words of one failure. Fewer may be its words by chance.
 _SHARE_OF_A_PRINTED_ERROR = 0.75
+# A long text without an error, such as a log or a command with its output, has a word of the subject
+# by chance. It is known if this share of its words are words of one failure, or if it has the facts.
+_WORDS_OF_A_LONG_TEXT = 24
+_SHARE_OF_A_LONG_TEXT = 0.33
 # The name of an error or a warning, or an error that C++ code of torch logs.
 _PRINTED = re.compile(
     r"(?<![A-Za-z_.])[A-Za-z_.]*(?:Error|Exception|Warning|Unsupported)\b ?[:(]|\[E(?:\d{4})? "
@@ -253,10 +257,11 @@ def _is_about_precision(
     common = len(best["match_data"].metadata)
     if _PRINTED.search(question) is not None:
         return names_subject and common >= _SHARE_OF_A_PRINTED_ERROR * words
-    if names_subject:
-        return True
     stems = stems_of(terms_of(question, reference.synonyms))
     facts = facts_together(best["ref"], stems, reference)
+    if names_subject:
+        is_long = words >= _WORDS_OF_A_LONG_TEXT
+        return facts > 0 or not is_long or common >= _SHARE_OF_A_LONG_TEXT * words
     if facts >= _FACTS_OF_A_WINNER:
         return True
     return facts > 0 and common >= max(_WORDS_OF_A_WINNER, _SHARE_OF_A_WINNER * words)

@@ -3,7 +3,8 @@
 A message is written as torch prints it. Dtypes, numbers, quotation marks and line breaks may
 differ, because they change from one program to the next. Devices may not differ, because a tensor
 on another device has nothing to do with precision. Placeholders stand for other differences:
-``{dtype}``, ``{n}`` for a number, ``{name}`` for a word, ``{any}`` for up to 300 characters.
+``{dtype}``, ``{n}`` for a number, ``{name}`` for a word, ``{any}`` for up to 300 characters,
+``{dtypes_differ}`` for the tensors that a checkpoint lists, if the dtype of one differs.
 `site/explain/explain.js` reads a text in the same way; a test compares the two.
 """
 
@@ -16,11 +17,22 @@ DTYPE = (
     r"|byte|short|b?fp?\d+|tf32)(?:tensor|type)?)"
 )
 NUMBER = r"-?\d[\d.,]*(?:e[+-]?\d+)?"
-_PLACEHOLDERS = {"{dtype}": DTYPE, "{n}": NUMBER, "{name}": r"[^\s'\"`]+", "{any}": r".{0,300}?"}
+# After the message of a checkpoint: no list of tensors, or one with a tensor whose dtype differs.
+_DTYPES_DIFFER = (
+    r"(?:(?!.{0,60}saved metadata)|.{0,5000}?saved metadata: [^}]*dtype\W+(torch\.\w+)\b[^}]*"
+    r"\} recomputed metadata: [^}]*dtype\W+(?!\1\b)torch\.)"
+)
+_PLACEHOLDERS = {
+    "{dtype}": DTYPE,
+    "{n}": NUMBER,
+    "{name}": r"[^\s'\"`]+",
+    "{any}": r".{0,300}?",
+    "{dtypes_differ}": _DTYPES_DIFFER,
+}
 # What a message is divided into: a placeholder, a dtype as torch prints it, a number, a quotation
 # mark, a blank, or any other character.
 _PARTS = re.compile(
-    r"(?P<placeholder>\{(?:dtype|n|name|any)\})"
+    r"(?P<placeholder>\{(?:dtype|n|name|any|dtypes_differ)\})"
     r"|(?P<dtype>(?<![\w.:])(?:(?:c10|at)::\w+|torch\.(?:cuda\.)?\w*(?:float|Float|half|Half)\w*"
     r"|(?:Half|BFloat16|Float|Double|ComplexHalf|HalfTensor|FloatTensor"
     r"|float16|bfloat16|float32|float64|fp16|bf16|fp32)(?![\w(])))"
