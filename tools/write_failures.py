@@ -13,7 +13,8 @@ and a comment in TOML, which nobody sees who reads the notebook:
     -->
 
 - `messages`: as torch prints them; the cells of the section have to produce each. Other dtypes and
-  numbers match too, and `{dtype}`, `{n}`, `{name}` and `{any}` stand for what else differs.
+  numbers match too, and `{dtype}`, `{n}`, `{name}` and `{any}` stand for what else differs; see
+  `amp_lab.failures.patterns` for all of them.
 - `quoted`: further messages that no cell can produce, such as those of a GPU.
 - `symptoms`: what people describe where there is no message.
 - `words`: other words that people search for.
@@ -253,6 +254,7 @@ def search_data() -> dict[str, Any]:
         "synonyms": synonyms,
         "clues": clues(),
         "one_cause": _clues_file()["one_cause"]["messages"],
+        "other_subjects": _clues_file()["other_subjects"]["messages"],
         "named": named(synonyms),
         "described": described(synonyms),
         "questions": questions,

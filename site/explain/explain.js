@@ -5,9 +5,11 @@
 const AmpExplain = (() => {
   const MOST = 3, MAX_CHARACTERS = 1e6, LONGEST_QUESTION = 3000, LONGEST_MESSAGE = 400, LONGEST_CONTEXT = 6000, NUMBERS_OF_A_LOG = 4;
   const FACTS_OF_A_WINNER = 3, WORDS_OF_A_WINNER = 6, SHARE_OF_A_WINNER = 0.4, SHARE_OF_A_PRINTED_ERROR = 0.75, LONGEST_PHRASE = 3;
+  const WORDS_OF_A_LONG_TEXT = 24, SHARE_OF_A_LONG_TEXT = 0.33, OPTIONS_OF_A_COMMAND = 4;
   const COVERAGE = 0.3, NOT_NAMED = 0.75, DESCRIBED = 1.5, THREE_FACTS = 1.75;
   const ERROR = /(?<![A-Za-z_.])[A-Za-z_.]*(?:Error|Exception)\b ?:/g;
   const PRINTED = /(?<![A-Za-z_.])[A-Za-z_.]*(?:Error|Exception|Warning|Unsupported)\b ?[:(]|\[E(?:\d{4})? /g;
+  const OPTION = /(?<!\S)--?[a-zA-Z][\w-]*(?:[= ](?!-)\S+)?/g; // such as "--epochs 3"
   const LOGGED_NUMBER = /[\w/]+ ?[:=] ?-?\d[\w.:+-]*,?/g; // such as "lr: 1.0e-03" in a log
   const CODE = /(?<![A-Za-z0-9_])AMP[0-9]{4}(?![A-Za-z0-9_])/gi;
   const FINAL_Y = /([aeiou]|^[^aeiouwy]{2,})y(?:s|ed|ing)?$/;
@@ -114,6 +116,7 @@ const AmpExplain = (() => {
     const printed = [...line.matchAll(PRINTED)];
     if (printed.length) return line.slice(printed.at(-1).index).slice(0, LONGEST_MESSAGE);
     if (line.length > LONGEST_QUESTION) return "";
+    if ((line.match(OPTION) ?? []).length >= OPTIONS_OF_A_COMMAND) line = line.replace(OPTION, " ");
     const isLog = (line.match(LOGGED_NUMBER) ?? []).length >= NUMBERS_OF_A_LOG;
     return isLog ? line.replace(LOGGED_NUMBER, " ") : line;
   }
@@ -145,14 +148,21 @@ const AmpExplain = (() => {
     return [...results].sort((a, b) => scores.get(b.ref) - scores.get(a.ref) || (a.ref < b.ref ? -1 : 1));
   }
 
+  /** Whether the question has a printed error, or a message that is not about precision. */
+  function hasMessage(question, reference) {
+    const lower = question.toLowerCase();
+    return (reference.other_subjects ?? []).some((message) => lower.includes(message)) || question.search(PRINTED) >= 0;
+  }
+
   function isAboutPrecision(question, failures, reference) {
     const namesSubject = hasSubject(question, reference);
     const words = wordsToSearch(question, reference.synonyms).length;
     const [best] = failures;
     const common = Object.keys(best.matchData.metadata).length;
-    if (question.search(PRINTED) >= 0) return namesSubject && common >= SHARE_OF_A_PRINTED_ERROR * words;
-    if (namesSubject) return true;
+    if (hasMessage(question, reference)) return namesSubject && common >= SHARE_OF_A_PRINTED_ERROR * words;
     const facts = factsTogether(best.ref, stemsOf(termsOf(question, reference.synonyms)), reference);
+    const isLong = words >= WORDS_OF_A_LONG_TEXT;
+    if (namesSubject) return facts > 0 || !isLong || common >= SHARE_OF_A_LONG_TEXT * words;
     if (facts >= FACTS_OF_A_WINNER) return true;
     return facts > 0 && common >= Math.max(WORDS_OF_A_WINNER, SHARE_OF_A_WINNER * words);
   }

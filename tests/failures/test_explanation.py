@@ -21,6 +21,7 @@ from amp_lab.failures.words import stems_of, terms_of, words_to_search
 
 SEEN = json.loads(Path(__file__).with_name("seen.json").read_text(encoding="utf-8"))
 DESCRIBED = json.loads(Path(__file__).with_name("described.json").read_text(encoding="utf-8"))
+OTHER = json.loads(Path(__file__).with_name("other_subjects.json").read_text(encoding="utf-8"))
 MESSAGE = "mat1 and mat2 must have the same dtype, but got Half and Float"
 CODE = "AMP0018"
 NAMES = ("bf16 ", "fp16 ", "accelerate ", "cuBLAS ", "xFormers ")  # which begin in lower case
@@ -310,6 +311,41 @@ def test_a_description_of_other_trouble_is_unknown(text):
 )
 def test_words_that_have_another_meaning_in_a_phrase_are_unknown(text):
     assert explain(text) == []
+
+
+@pytest.mark.parametrize("case", OTHER, ids=lambda case: case["source"])
+def test_a_message_about_another_subject_is_unknown_whatever_flags_stand_beside_it(case):
+    assert explain(case["text"]) == []
+
+
+def test_a_checkpoint_that_recomputes_another_shape_is_no_matter_of_precision():
+    def message(saved: str, recomputed: str) -> str:
+        tensors = [f"{{'shape': {shape}}}" for shape in (saved, recomputed)]
+        return (
+            "CheckpointError: torch.utils.checkpoint: Recomputed values for the following tensors "
+            "have different metadata than during the forward pass.\ntensor at position 1:\n"
+            f"saved metadata: {tensors[0]}\nrecomputed metadata: {tensors[1]}\n"
+        )
+
+    bf16 = "torch.Size([2]), 'dtype': torch.bfloat16"
+    assert explain(message(bf16, bf16.replace("2", "3"))) == []
+    assert explain(message(bf16, bf16.replace("bfloat16", "float32")))[0].code == "AMP0080"
+
+
+def test_the_options_of_a_command_are_no_description():
+    command = "train.py --bf16 True --save_strategy no --max_steps 50 --gradient_checkpointing"
+    assert explain(f"the training hangs forever: {command}") == []
+    assert explain("the training with --bf16 True is slow on a V100")
+
+
+def test_a_long_text_with_few_words_of_one_failure_is_unknown():
+    text = (
+        "Total VRAM 20470 MB, total RAM 28652 MB. Forcing FP16. Set vram state to NORMAL_VRAM. "
+        "Using pytorch cross attention. Loading Impact Pack. Wildcards loading done. Fetch data "
+        "from the registry. Import times for custom nodes. Starting server, to see the GUI open it"
+    )
+    assert explain(text) == []
+    assert explain("Forcing FP16 gives a black image on a GTX 1660")
 
 
 def test_several_words_may_be_one_term():

@@ -12,6 +12,9 @@ pytestmark = pytest.mark.slow
 INDEX = "notebooks/08_when_amp_breaks.html"
 REFERENCE = load_reference()
 SEEN = json.loads((ROOT / "tests" / "failures" / "seen.json").read_text(encoding="utf-8"))
+OTHER = json.loads(
+    (ROOT / "tests" / "failures" / "other_subjects.json").read_text(encoding="utf-8")
+)
 TRACEBACK = """Traceback (most recent call last):
   File "/home/me/train.py", line 42, in step
     loss.backward()
@@ -70,7 +73,7 @@ def in_python(text: str) -> list:
 
 def test_the_browser_and_the_command_give_the_same_answers(page, site):
     page.goto((site / INDEX).as_uri())
-    texts = [case["text"] for case in SEEN] + UNKNOWN + CODES + [TRACEBACK, CUSTOM_BACKWARD]
+    texts = [case["text"] for case in SEEN + OTHER] + UNKNOWN + CODES + [TRACEBACK, CUSTOM_BACKWARD]
     for failure in REFERENCE.failures.values():
         texts += [*failure.messages, *failure.symptoms]
     assert len(texts) > 200

@@ -25,8 +25,8 @@ _SHARE_OF_A_WINNER = 0.4
 # A printed error that matches no known message is known if it has a word of the subject, and if
 # this share of its words are words of one failure. Fewer may be its words by chance.
 _SHARE_OF_A_PRINTED_ERROR = 0.75
-# A long text without an error, such as a log or a command with its output, has a word of the subject
-# by chance. It is known if this share of its words are words of one failure, or if it has the facts.
+# A long text without an error, such as a log or a configuration, may have a word of the subject by
+# chance. It is known if this share of its words are words of one failure, or if it has the facts.
 _WORDS_OF_A_LONG_TEXT = 24
 _SHARE_OF_A_LONG_TEXT = 0.33
 # The name of an error or a warning, or an error that C++ code of torch logs.
@@ -36,6 +36,8 @@ _PRINTED = re.compile(
 _ERROR = re.compile(r"(?<![A-Za-z_.])[A-Za-z_.]*(?:Error|Exception)\b ?:")
 _CODE = re.compile(r"(?<![A-Za-z0-9_])AMP[0-9]{4}(?![A-Za-z0-9_])", re.IGNORECASE)
 _LOGGED_NUMBER = re.compile(r"[\w/]+ ?[:=] ?-?\d[\w.:+-]*,?")  # such as `lr: 1.0e-03` in a log
+_OPTION = re.compile(r"(?<!\S)--?[a-zA-Z][\w-]*(?:[= ](?!-)\S+)?")  # such as `--epochs 3`
+_OPTIONS_OF_A_COMMAND = 4  # fewer of them may be what a description is about
 _NUMBERS_OF_A_LOG = 4  # fewer of them may be settings, such as `precision=16`
 # A frame of a traceback: Python's own, then IPython's.
 _FRAME = re.compile(
@@ -222,6 +224,8 @@ def question_of(text: str) -> str:
         return line[printed[-1] :][:_LONGEST_MESSAGE]
     if len(line) > _LONGEST_QUESTION:
         return ""
+    if len(_OPTION.findall(line)) >= _OPTIONS_OF_A_COMMAND:
+        line = _OPTION.sub(" ", line)
     is_log = len(_LOGGED_NUMBER.findall(line)) >= _NUMBERS_OF_A_LOG
     return _LOGGED_NUMBER.sub(" ", line) if is_log else line
 
@@ -255,7 +259,7 @@ def _is_about_precision(
     words = len(words_to_search(question, reference.synonyms))
     best = failures[0]
     common = len(best["match_data"].metadata)
-    if _PRINTED.search(question) is not None:
+    if _has_message(question, reference):
         return names_subject and common >= _SHARE_OF_A_PRINTED_ERROR * words
     stems = stems_of(terms_of(question, reference.synonyms))
     facts = facts_together(best["ref"], stems, reference)
@@ -265,6 +269,13 @@ def _is_about_precision(
     if facts >= _FACTS_OF_A_WINNER:
         return True
     return facts > 0 and common >= max(_WORDS_OF_A_WINNER, _SHARE_OF_A_WINNER * words)
+
+
+def _has_message(question: str, reference: Reference) -> bool:
+    """Whether the question has a printed error, or a message that is not about precision."""
+    lower = question.lower()
+    is_other = any(message in lower for message in reference.other_subjects)
+    return is_other or _PRINTED.search(question) is not None
 
 
 def last_own_line(text: str) -> OwnLine | None:

@@ -80,6 +80,8 @@ class Reference:
     All parts of a clue stand in the text, in any order."""
     one_cause: list[str]
     """Parts of messages, in lower case, that have one cause: no clue to another counts."""
+    other_subjects: list[str]
+    """Parts of messages, in lower case, that have nothing to do with precision."""
     named: dict[str, dict[str, list[str]]]
     """Devices, frameworks and other things that a description names: the ``words`` for each, and
     the ``codes`` of the failures that have one of them."""
@@ -126,6 +128,7 @@ def reference_from(data: dict[str, Any]) -> Reference:
         synonyms=data["synonyms"],
         clues=data["clues"],
         one_cause=data.get("one_cause", []),
+        other_subjects=data.get("other_subjects", []),
         named=data["named"],
         described=data["described"],
     )
