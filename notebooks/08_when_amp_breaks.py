@@ -110,7 +110,7 @@ assert failure.code == "AMP0018"
 # | [A 0-d fp32 tensor does not promote an fp16 tensor](02_autocast_dtypes.ipynb) `AMP0206` | multiplying a half tensor by a float scalar tensor gives inf |
 # | [GPTQ fails in its Cholesky decomposition or gives NaN](18_inference_and_export.ipynb) `AMP0207` | GPTQ: the input is not positive-definite |
 # | [The derivatives in a physics-informed loss are inf or 0 in fp16](../docs/other_models.md#why-is-the-loss-of-my-pinn-inf-or-0-in-fp16) `AMP0274` | a PINN has an infinite or NaN loss with amp, and is fine in fp32 |
-# | [MPS gives wrong values, noise or NaN, and the CPU is right](../docs/hardware.md#apple) `AMP0310` | the same model is right on the CPU and wrong on mps |
+# | [MPS or an Intel GPU gives wrong values, noise or NaN, and the CPU is right](../docs/hardware.md#apple) `AMP0310` | the same model is right on the CPU and wrong on mps |
 # | [FP8 of Transformer Engine fails or gives NaN with activation checkpointing](15_below_16_bits.ipynb) `AMP0316` | `` Same module is being invoked more than once inside an `fp8_autocast` region `` |
 # | [A quantized layer overflows in fp16 before its scale is applied](15_below_16_bits.ipynb#The-values-that-share-a-scale) `AMP0298` | int8 weight-only quantization gives NaN in float16, but bfloat16 is fine |
 # | [A sum over many values exceeds 65504 in fp16](08a_values.ipynb#A-norm-written-by-hand-overflows-above-256) `AMP0303` | the sum of a half precision tensor is inf although each value is small |
