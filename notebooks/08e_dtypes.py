@@ -85,13 +85,13 @@ def refusals(calls, *inputs):
 # quoted = [
 #   "expected mat1 and mat2 to have the same dtype, but got: c10::Half != float",
 #   "mat1 and mat2 must have the same dtype", "expected m1 and m2 to have the same dtype",
-#   "expected mat1 and mat2 to have the same dtype",
+#   "expected mat1 and mat2 to have the same dtype", "of type {dtype} and B of type {dtype} instead",
 #   "Expected object of type torch.cuda.HalfTensor but found type torch.cuda.FloatTensor",
 #   "Input type (torch.cuda.HalfTensor) and weight type (torch.cuda.FloatTensor) should be the same",
 #   "Input type (CUDABFloat16Type) and weight type (torch.cuda.FloatTensor) should be the same",
 #   "Input type (CPUBFloat16Type) and weight type (torch.FloatTensor) should be the same",
 #   "Expected object of scalar type Float but got scalar type Half",
-#   "expected dtype Float but got dtype Half",
+#   "expected dtype Float but got dtype Half", "same dtype, but got Half and Float",
 # ]
 # symptoms = [
 #   "only forward runs under autocast, and the loss outside raises about half and float",
@@ -194,9 +194,9 @@ assert weight.half() - update == 1  # a weight in fp16 loses the update
 # quoted = [
 #   "expected mat1 and mat2 to have the same dtype, but got: float != c10::Half",
 #   "Input type (torch.cuda.FloatTensor) and weight type (torch.cuda.HalfTensor) should be the same",
-#   "Input type (torch.FloatTensor) and weight type (torch.HalfTensor) should be the same",
+#   "(torch.FloatTensor) and weight type (torch.HalfTensor)", "same dtype, but got Float and Half",
 #   "Input type (torch.cuda.FloatTensor) and weight type (CUDABFloat16Type) should be the same",
-#   "Input type (torch.FloatTensor) and weight type (CPUBFloat16Type) should be the same",
+#   "(torch.FloatTensor) and weight type (CPUBFloat16Type)", "expect input to have scalar type of",
 #   "argument #1 'input' to have the same type as tensor for argument #2 'weight'; but type torch.cuda.",
 # ]
 # symptoms = [

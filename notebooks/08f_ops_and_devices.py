@@ -343,12 +343,12 @@ assert warnings_of(lambda: torch.autocast("mps", enabled=False)) == ""
 # `AMP0160` <!-- failure
 # messages = ["Current CUDA Device does not support bfloat16. Please switch dtype to float16."]
 # quoted = [
-#   "Cannot select: intrinsic %llvm.amdgcn.fdot2.bf16.bf16",
+#   "Cannot select: intrinsic %llvm.amdgcn.fdot2.bf16.bf16", "does not support bfloat16 compilation",
 #   "CUBLAS_STATUS_NOT_SUPPORTED when calling {any}CUDA_R_16BF",
 #   "CUBLAS_STATUS_NOT_SUPPORTED when calling `cublasGemm",
 #   "Feature {any}.bf16{any} requires .target sm_80 or higher",
 #   "Sparse operations with CUDA tensors of BFloat16 type are not supported on GPUs with compute",
-#   "sparse_mm: CUDA BFloat16 requires compute capability",
+#   "sparse_mm: CUDA BFloat16 requires compute", "type at::BFloat16 and output type float is only",
 # ]
 # symptoms = [
 #   "bf16 is slower than fp32 on a T4 or V100",
@@ -531,7 +531,7 @@ assert weights.float().to(device).dtype is torch.float32
 # `AMP0043` <!-- failure
 # quoted = [
 #   "FlashAttention only support fp16 and bf16 data type",
-#   "Expected q_dtype == torch::kFloat16",
+#   "Expected q_dtype == torch::kFloat16", "cuDNN attention only supports float16 and bfloat16",
 # ]
 # symptoms = [
 #   "flash_attention_2 fails because the model is in float32",

@@ -49,10 +49,10 @@ const AmpExplain = (() => {
     return [...new Set(termsOf(text, synonyms))].filter((term) => lunr.stopWordFilter(term));
   }
 
-  function endOfLastMatch(pattern, line) {
-    let end = null;
-    for (const found of line.matchAll(new RegExp(pattern.regex, "gi"))) end = found.index + found[0].length;
-    return end;
+  /** Where a pattern matches: the start and the end of each place. */
+  function placesOf(pattern, line) {
+    const found = [...line.matchAll(new RegExp(pattern.regex, "gi"))];
+    return found.map((match) => [match.index, match.index + match[0].length]);
   }
 
   function hasSubject(line, reference) {
@@ -69,23 +69,28 @@ const AmpExplain = (() => {
 
   function byMessage(line, reference) {
     const lower = line.toLowerCase();
-    let lastError = 0;
-    for (const found of line.matchAll(ERROR)) lastError = found.index;
+    let lastError = 0, startOfMessage = -1;
+    for (const found of line.matchAll(ERROR)) {
+      lastError = found.index;
+      startOfMessage = found.index + found[0].length + 1;
+    }
     const matches = [], decided = new Set();
     for (const pattern of reference.patterns) {
       if (!lower.includes(pattern.fragment)) continue;
       if (pattern.general && !hasSubject(line, reference) && !byClues(pattern.code, lower, reference).length) continue;
-      const end = endOfLastMatch(pattern, line);
-      if (end === null) continue;
+      const places = placesOf(pattern, line);
+      if (!places.length) continue;
+      const isInLastError = places.at(-1)[1] > lastError;
+      const isItsStart = places.some(([start, end]) => start <= startOfMessage && startOfMessage < end);
       const isExact = pattern.exact !== "" && lower.includes(pattern.exact);
-      matches.push([pattern, end, isExact]);
+      matches.push([pattern, (isInLastError ? 1e8 : 0) + (isItsStart ? 1e6 : 0), isExact]);
       if (isExact) decided.add(pattern.regex);
     }
     // Messages that differ in their dtypes alone: only the one with the dtypes of the text counts.
     const best = new Map();
-    for (const [pattern, end, isExact] of matches) {
+    for (const [pattern, place, isExact] of matches) {
       if (!isExact && decided.has(pattern.regex)) continue;
-      const rank = (end > lastError ? 1e6 : 0) + pattern.literal + (isExact ? 10 : 0);
+      const rank = place + pattern.literal + (isExact ? 10 : 0);
       best.set(pattern.code, Math.max(rank, best.get(pattern.code) ?? 0));
     }
     const codes = [...best.keys()].sort((a, b) => best.get(b) - best.get(a) || (a < b ? -1 : 1));

@@ -128,6 +128,13 @@ def test_a_pattern_is_as_specific_as_its_characters():
     assert pattern("X", "abc {any} defgh").fragment == " defgh"
 
 
+def test_a_message_at_the_start_of_the_last_error_comes_before_what_was_printed_after_it():
+    error = "FloatingPointError: Minimum loss scale reached (0.0001)."
+    note = "INFO | fairseq.trainer | NOTE: overflow detected, setting loss scale to: 0.00048828125"
+    assert explain(f"{error}\n{note}")[0].code == "AMP0070"
+    assert explain(note)[0].code == "AMP0071"
+
+
 def test_the_last_error_of_a_log_counts_most():
     log = (
         "train.py:3: FutureWarning: `torch.cuda.amp.GradScaler(args...)` is deprecated. "

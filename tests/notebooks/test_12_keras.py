@@ -11,6 +11,7 @@ from course.processes import run_on_backends
 
 import build_pairs
 from amp_lab import load_dataset
+from amp_lab.failures import explain
 from conftest import needs_keras
 
 pytestmark = pytest.mark.slow
@@ -75,6 +76,30 @@ def clipped_step():
     return [float(value) for value in keras.ops.convert_to_numpy(weight.value)]
 
 
+def tensorflow_with_two_dtypes():
+    """AMP0320: what TensorFlow prints for fp16 and fp32 in one op, and the result after a cast."""
+    import tensorflow as tf
+
+    half, single = tf.ones((2, 2), tf.float16), tf.ones((2, 2))
+
+    def multiply():
+        return half * single
+
+    def concatenate():
+        return tf.concat([half, single], 0)
+
+    def convert():
+        return tf.convert_to_tensor(single, tf.float16)
+
+    printed = []
+    for op in (multiply, concatenate, convert, tf.function(multiply), tf.function(concatenate)):
+        try:
+            op()
+        except (tf.errors.InvalidArgumentError, TypeError, ValueError) as error:
+            printed.append(str(error))
+    return printed, (tf.cast(half, single.dtype) * single).dtype.name
+
+
 def loaded_before_keras():
     """What the cells import before Keras: Triton brings an LLVM, which must be loaded first."""
     return load_dataset
@@ -88,11 +113,14 @@ def cells_and_steps(code, x, y):
     import keras
 
     printed = io.StringIO()
+    two_dtypes = None
     if keras.backend.backend() == "tensorflow":
         with contextlib.redirect_stdout(printed):
             exec(code, {"__name__": "__main__"})
+        two_dtypes = tensorflow_with_two_dtypes()
     return {
         "printed": printed.getvalue(),
+        "two dtypes": two_dtypes,
         "steps": steps_of_both(x, y),
         "resumed": resumed(x, y),
         "clipped": clipped_step(),
@@ -127,7 +155,7 @@ def cells() -> list[nbformat.NotebookNode]:
     found = cells_of(SECTIONS, nbformat.read(SOURCE.with_suffix(".ipynb"), as_version=4))
     headings = re.findall(r"^# ## (.+)", SOURCE.read_text(encoding="utf-8"), re.MULTILINE)
     assert {*headings, ""} >= SECTIONS
-    assert len(found) > 15
+    assert len(found) > 10
     return found
 
 
@@ -136,6 +164,7 @@ def on_both(cells) -> dict[str, dict]:
     """All that takes a Keras, in one process for each backend, since it takes long to start."""
     names = definitions(SOURCE)
     needed = [loaded_before_keras, steps_of_both, resumed, clipped_step]
+    needed += [tensorflow_with_two_dtypes]
     needed += [names[name] for name in ("new_net", "step_with_torch", "step_with_tensorflow")]
     given = {"x": torch.rand(16, 8, 8, 1), "y": torch.arange(16) % 10}
     code = "\n\n".join(cell.source for cell in cells)
@@ -180,6 +209,16 @@ def test_what_the_kernel_shows_on_torch_holds_on_tensorflow(cells, on_both):
 def test_the_inner_optimizer_clips_gradients_that_are_divided_by_the_scale(on_both):
     for result in on_both.values():
         assert result["clipped"] == pytest.approx([-0.6, -0.8])  # (3, 4) to length 1
+
+
+@needs_keras
+@pytest.mark.weekly
+def test_an_op_of_tensorflow_refuses_two_dtypes_until_one_is_cast(on_both):
+    printed, after_a_cast = on_both["tensorflow"]["two dtypes"]
+    assert len(printed) == 5
+    for message in printed:
+        assert explain(message)[0].code == "AMP0320", message
+    assert after_a_cast == "float32"
 
 
 def test_a_step_without_amp_is_what_its_marks_say():

@@ -139,27 +139,31 @@ class _Match(NamedTuple):
 
     pattern: Pattern
     is_in_last_error: bool
+    is_its_start: bool  # right behind the name of the last error
     is_exact: bool  # with the dtypes of the text
 
     @property
-    def rank(self) -> tuple[bool, int]:
-        """The larger, the better: in the last error, then with more characters in common."""
+    def rank(self) -> tuple[bool, bool, int]:
+        """The larger, the better: in the last error, at its start, with more common characters."""
         characters = self.pattern.literal
         if self.is_exact:
             characters += 10
-        return self.is_in_last_error, characters
+        return self.is_in_last_error, self.is_its_start, characters
 
 
 def _by_message(text: str, reference: Reference) -> list[Failure]:
     """The failures whose messages stand in the text, best first.
 
-    A message in the last error comes before one that was printed earlier, such as a warning. Then
-    the message with the most characters in common comes first.
+    A message in the last error comes before one that was printed earlier, such as a warning. A
+    message with which this error starts comes before one that was printed after it. Then the
+    message with the most characters in common comes first.
     """
     line = flat(text)
     last_error = 0  # its position
+    start_of_message = -1
     for error in _ERROR.finditer(line):
         last_error = error.start()
+        start_of_message = error.end() + 1
     matches: list[_Match] = []
     lower = line.lower()
     for pattern in reference.patterns:
@@ -169,17 +173,19 @@ def _by_message(text: str, reference: Reference) -> list[Failure]:
             has_subject(line, reference) or _by_clues(pattern.code, lower, reference)
         ):
             continue
-        end = _end_of_last_match(pattern, line)
-        if end is not None:
+        places = [found.span() for found in re.finditer(pattern.regex, line, re.IGNORECASE)]
+        if places:
+            is_in_last_error = places[-1][1] > last_error
+            is_its_start = any(start <= start_of_message < end for start, end in places)
             is_exact = pattern.exact != "" and pattern.exact in lower
-            matches.append(_Match(pattern, end > last_error, is_exact))
+            matches.append(_Match(pattern, is_in_last_error, is_its_start, is_exact))
     # Messages that differ only in their dtypes: the one with the dtypes of the text counts.
     exact_regexes = {match.pattern.regex for match in matches if match.is_exact}
-    best_ranks: dict[str, tuple[bool, int]] = {}  # by the code of a failure
+    best_ranks: dict[str, tuple[bool, bool, int]] = {}  # by the code of a failure
     for match in matches:
         if match.is_exact or match.pattern.regex not in exact_regexes:
             code = match.pattern.code
-            best_ranks[code] = max(match.rank, best_ranks.get(code, (False, 0)))
+            best_ranks[code] = max(match.rank, best_ranks.get(code, (False, False, 0)))
     codes = sorted(best_ranks)
     codes.sort(key=lambda code: best_ranks[code], reverse=True)  # of equal ranks, in this order
     if codes:
@@ -202,14 +208,6 @@ def _by_clues(first: str, lower: str, reference: Reference) -> list[str]:
             if all(part in context for part in clue.split()):
                 lengths[code] = max(len(clue), lengths.get(code, 0))
     return sorted(lengths, key=lambda code: (-lengths[code], code))
-
-
-def _end_of_last_match(pattern: Pattern, line: str) -> int | None:
-    """Where the last place ends at which the pattern matches; None if there is none."""
-    end = None
-    for found in re.finditer(pattern.regex, line, re.IGNORECASE):
-        end = found.end()
-    return end
 
 
 def question_of(text: str) -> str:
