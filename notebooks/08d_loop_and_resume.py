@@ -340,6 +340,7 @@ assert step == step + 1 == 300
 # quoted = [
 #   "expected dtype {dtype} for `end`, but got dtype {dtype}",
 #   "params, grads, {any} must have same dtype, device, and layout",
+#   "parameter in optimizer({name}) is not FP32",
 # ]
 # symptoms = [
 #   "optimizer.step() fails with a dtype error after the model was cast or a checkpoint was loaded",

@@ -479,7 +479,7 @@ assert torch.fft.rfft(torch.ones(512)).abs().square().max() > 65504
 # quoted = [
 #   "Cannot convert a MPS Tensor to float64 dtype as the MPS framework doesn't support float64.",
 #   "Cannot convert a float64 Tensor to MPS as the MPS framework doesn't support float64.",
-#   "Required aspect fp64 is not supported on the device",
+#   "Required aspect fp64 is not supported on the device", "uses-fp64-math",
 # ]
 # symptoms = [
 #   "moving a tensor to the GPU of a Mac fails because of float64",
