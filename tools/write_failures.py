@@ -296,11 +296,12 @@ def described(synonyms: dict[str, str]) -> dict[str, list[list[list[str]]]]:
 
 
 def _parts(description: str, synonyms: dict[str, str]) -> list[list[str]]:
-    """The stems of each part of ``"slow cpu|gtx16"``."""
+    """The stems of each part of ``"slow cpu|gtx16 !tpu"``; a ``"!"`` before those of `!tpu`."""
     parts = []
     for part in description.split():
-        terms = [_term(word, synonyms) for word in part.split("|")]
-        parts.append(sorted(stems_of(terms)))
+        words = part.removeprefix("!").split("|")
+        stems = sorted(stems_of(_term(word, synonyms) for word in words))
+        parts.append(["!", *stems] if part.startswith("!") else stems)
     return parts
 
 

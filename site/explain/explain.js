@@ -14,6 +14,8 @@ const AmpExplain = (() => {
   const CODE = /(?<![A-Za-z0-9_])AMP[0-9]{4}(?![A-Za-z0-9_])/gi;
   const FINAL_Y = /([aeiou]|^[^aeiouwy]{2,})y(?:s|ed|ing)?$/;
   const CONTRACTION = /(?:n['’]t|['’](?:s|re|ve|ll|d|m))(?![a-z0-9_])/g;
+  const MEASURED = /(?<![\w.])0\.\d*[1-9]\d*(?!\w)/g; // such as 0.465; 0.0 is a word
+  const EXCLAMATION = /!{4,}/g; // what a model of NaN prints
   const PREFIX = /^\s*(?:[\w.]*(?:Error|Exception|Warning)\b:?\s*)+/;
   const FRAME = new RegExp(
     '^[ \\t│]*File "([^"\\n]+)", line (\\d+)(?:, in ([^\\n]+))?(?:\\n([^\\n]*))?' +
@@ -32,7 +34,8 @@ const AmpExplain = (() => {
 
   /** The words of a text as the index has them, without the names of exceptions before it. */
   function termsOf(text, synonyms) {
-    const words = flat(text).replace(PREFIX, "").toLowerCase().replace(CONTRACTION, " ").match(/[a-z0-9]+/g) ?? [];
+    const line = flat(text).replace(PREFIX, "").toLowerCase().replace(CONTRACTION, " ").replace(MEASURED, " ");
+    const words = line.replace(EXCLAMATION, " garbage ").match(/[a-z0-9]+/g) ?? [];
     const terms = [];
     for (let start = 0, length; start < words.length; start += length) {
       length = LONGEST_PHRASE;
@@ -133,8 +136,10 @@ const AmpExplain = (() => {
 
   /** How many facts that point to the failure stand together; 0 if no list is complete. */
   function factsTogether(code, stems, reference) {
-    const together = (reference.described[code] ?? []).filter((facts) => facts.every((words) => words.some((word) => stems.has(word))));
-    return Math.max(0, ...together.map((facts) => facts.length));
+    const isAbsent = (words) => words[0] === "!"; // the text must have none of the words after it
+    const stands = (words) => words.some((word) => stems.has(word)) !== isAbsent(words);
+    const together = (reference.described[code] ?? []).filter((facts) => facts.every(stands));
+    return Math.max(0, ...together.map((facts) => facts.filter((words) => !isAbsent(words)).length));
   }
 
   /** The results for a description, best first: see `amp_lab.failures.ranking`. */

@@ -16,7 +16,7 @@ from amp_lab import explain
 from amp_lab.failures import Failure, load_reference, read_explanation
 from amp_lab.failures.explanation import has_subject, last_own_line, question_of
 from amp_lab.failures.patterns import flat, pattern
-from amp_lab.failures.ranking import is_described
+from amp_lab.failures.ranking import facts_together, is_described
 from amp_lab.failures.words import stems_of, terms_of, words_to_search
 
 SEEN = json.loads(Path(__file__).with_name("seen.json").read_text(encoding="utf-8"))
@@ -436,6 +436,27 @@ def test_facts_point_to_a_failure_only_if_they_stand_together():
     assert not is_described("AMP0033", {"slow", "tpu"}, reference)
 
 
+def test_a_fact_may_be_that_a_word_is_absent():
+    facts = {"AMP0118": [[["bf16"], ["nan"], ["!", "fp16", "rocm"]]]}
+    reference = dataclasses.replace(REFERENCE, described=facts)
+    assert is_described("AMP0118", {"bf16", "nan"}, reference)
+    assert not is_described("AMP0118", {"bf16", "nan", "rocm"}, reference)
+    assert facts_together("AMP0118", {"bf16", "nan"}, reference) == 2
+
+
+def test_exclamation_marks_are_a_word_and_a_measured_value_is_none():
+    assert terms_of("the answer is !!!!!", {}) == ["the", "answer", "is", "garbage"]
+    assert terms_of("loss 0.0, mAP 0.465, torch 2.11", {}) == [
+        "loss",
+        "0",
+        "0",
+        "map",
+        "torch",
+        "2",
+        "11",
+    ]
+
+
 def test_a_fact_has_any_form_of_its_word():
     facts = [["scale"], ["drop"]]
     reference = dataclasses.replace(REFERENCE, described={"AMP0001": [facts]})
@@ -459,7 +480,8 @@ def test_the_words_of_the_clues_are_words_of_the_index():
     for code, descriptions in REFERENCE.described.items():
         assert code in REFERENCE.failures
         for facts in descriptions:
-            assert len(facts) >= 2, f"{code}: one fact alone would decide"
+            present = [words for words in facts if words[0] != "!"]
+            assert len(present) >= 2, f"{code}: one fact alone would decide"
 
 
 def test_the_numbers_of_a_log_do_not_count_in_a_description():

@@ -18,6 +18,7 @@ _COVERAGE = 0.3  # the power of the share of words; 0: the share does not count
 _NOT_NAMED = 0.75  # the factor for a failure that says nothing of what the description names
 _DESCRIBED = 1.5  # the factor for a failure of which two facts stand together in the description
 _THREE_FACTS = 1.75  # the factor for three facts, which are seldom together by chance
+_ABSENT = "!"  # before the words of a fact that the text must not have
 
 
 def ranked(
@@ -66,6 +67,14 @@ def facts_together(code: str, stems: set[str], reference: "Reference") -> int:
     """How many facts that point to the failure stand together; 0 if no list is complete."""
     most = 0
     for facts in reference.described.get(code, []):
-        if all(not stems.isdisjoint(words) for words in facts):
-            most = max(most, len(facts))
+        if all(_stands(words, stems) for words in facts):
+            present = [words for words in facts if words[0] != _ABSENT]
+            most = max(most, len(present))
     return most
+
+
+def _stands(words: list[str], stems: set[str]) -> bool:
+    """Whether the text has one of the words or, after `_ABSENT`, whether it has none of them."""
+    if words[0] == _ABSENT:
+        return stems.isdisjoint(words[1:])
+    return not stems.isdisjoint(words)

@@ -87,7 +87,8 @@ class Reference:
     the ``codes`` of the failures that have one of them."""
     described: dict[str, list[list[list[str]]]]
     """By code, the facts that point to a failure when they stand together in a description: each
-    is a list of parts, and each part a list of stems of which one is in the text."""
+    is a list of parts, and each part a list of stems of which one is in the text. If a part begins
+    with ``"!"``, none of its other stems is in the text."""
 
     @functools.cached_property
     def index(self) -> Any:

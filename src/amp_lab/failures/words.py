@@ -19,6 +19,8 @@ _PREFIX = re.compile(r"^\s*(?:[\w.]*(?:Error|Exception|Warning)\b:?\s*)+")
 _WORD = re.compile(r"[a-z0-9]+")
 # Of "doesn't" and "model's", only "does" and "model" are words.
 _CONTRACTION = re.compile(r"(?:n['’]t|['’](?:s|re|ve|ll|d|m))(?![a-z0-9_])")
+_MEASURED = re.compile(r"(?<![\w.])0\.\d*[1-9]\d*(?!\w)")  # such as 0.465; 0.0 is a word
+_EXCLAMATION = re.compile(r"!{4,}")  # what a model of NaN prints
 _LONGEST_PHRASE = 3  # words
 # lunr's stemmers in Python and JavaScript treat a final "y" differently: after a vowel, and in
 # words without a vowel, such as "try".
@@ -30,7 +32,8 @@ def terms_of(text: str, synonyms: dict[str, str]) -> list[str]:
 
     A synonym may consist of several words, such as ``out of memory``.
     """
-    words = _WORD.findall(_CONTRACTION.sub(" ", _PREFIX.sub("", flat(text)).lower()))
+    line = _MEASURED.sub(" ", _CONTRACTION.sub(" ", _PREFIX.sub("", flat(text)).lower()))
+    words = _WORD.findall(_EXCLAMATION.sub(" garbage ", line))
     terms = []
     start = 0
     while start < len(words):
