@@ -414,7 +414,9 @@ def raises(x):
         (nn.Linear(6, 2), nn.Sequential(nn.GELU()), "nothing to compare"),
         (nn.Linear(6, 2), raises, "B raises ValueError: no such file"),
         (nn.Linear(5, 2), nn.Linear(6, 2), "run A raises RuntimeError"),
-        (nn.Identity(), nn.Linear(6, 2), "run A calls no torch op"),
+        (nn.Identity(), nn.Linear(6, 2), "run A calls no torch op that computes"),
+        (nn.Flatten(), nn.Linear(6, 2), "run A calls no torch op that computes"),
+        (torch.argmax, nn.Linear(6, 2), "run A calls no torch op that computes"),
         (nn.Linear(6, 2), "model", "not a str"),
     ],
 )

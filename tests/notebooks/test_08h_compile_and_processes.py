@@ -320,12 +320,26 @@ def sums_of_two_dtypes() -> str:
     return message
 
 
+def exchange_of_two_dtypes() -> list[float]:
+    """What a rank receives in an all-to-all if one rank sends 1 in bf16, and the other in fp16."""
+    os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
+    dist.set_debug_level_from_env()
+    dist.init_process_group("gloo")
+    dtype = BF16 if dist.get_rank() else torch.float16
+    received = torch.zeros(2, dtype=dtype)
+    dist.all_to_all_single(received, torch.ones(2, dtype=dtype))
+    dist.destroy_process_group()
+    return received.tolist()
+
+
 @pytest.mark.slow
 def test_a_debugging_variable_compares_the_dtypes_of_the_ranks():
     """AMP0190."""
     for message in values_of(sums_of_two_dtypes, 2):
         assert "Detected mismatch between collectives on ranks" in message
         assert "TensorDtypes=BFloat16" in message
+    for received in values_of(exchange_of_two_dtypes, 2):
+        assert received != [1, 1]  # and nobody told
 
 
 def fsdp1(model, **options):

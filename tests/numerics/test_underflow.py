@@ -368,7 +368,7 @@ def test_the_report_can_be_read_and_drawn():
     report = gradient_underflow(model, loss_of(model, tokens()))
     text, page = str(report), report._repr_html_()
     assert "lost % at 2^16" in text
-    assert f"the 20 rows that lose most; .rows has all {len(report.rows)}." in text
+    assert f"20 rows that lose most at 1; .rows has all {len(report.rows)}." in text
     assert page.count("<tr>") == 1 + len(report.rows) + 2
     axes = report.plot()
     assert [ax.get_title(loc="left") for ax in axes] == [

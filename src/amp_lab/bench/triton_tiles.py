@@ -30,8 +30,8 @@ _SHARES = 64  # groups of tiles whose weight gradients are summed separately
 class TritonTiles:
     """The Triton kernels for a number of pixels and of channels; sums are float32.
 
-    Pixels have to be a multiple of 64, and channels a power of two from 32; other sizes raise
-    `OptionError`. `parts` counts the partial sums, one for each tile of 64 pixels, and `shares` the
+    Pixels have to be a multiple of 64, channels a power of two from 32, and their product below
+    2^31; other sizes raise `OptionError`. `parts` counts the partial sums, one for each tile of 64 pixels, and `shares` the
     partial weight gradients, one for each group of tiles.
     """
 
@@ -45,7 +45,8 @@ class TritonTiles:
         if not (channels_fit and pixels_fit and fits_int32):
             size = f"{pixels} pixels of {channels} channels"
             sizes = (
-                f"a multiple of {_TILE} pixels, and a power of two of at least {_DEPTH} channels"
+                f"a multiple of {_TILE.value} pixels, a power of two of at least {_DEPTH.value} "
+                "channels, and fewer than 2^31 values"
             )
             raise OptionError(f"{size}: on a GPU, the tiled step needs {sizes}")
         self.pixels = pixels

@@ -158,7 +158,7 @@ def _log_run(
             raise
         raise NumericsError(f"{error.description}; {advice}") from error
     if not log.records:
-        raise NumericsError(f"run {name} calls no torch op on floating-point values")
+        raise NumericsError(f"run {name} calls no torch op that computes floating-point values")
     return log
 
 

@@ -219,10 +219,10 @@ def _lines_of(text: str) -> list[str]:
 
 
 def _check_size(size: int) -> None:
-    """Raise `OptionError` for too much Python, in bytes or characters."""
+    """Raise `OptionError` for too many bytes of Python."""
     if size > MAX_BYTES:
         raise OptionError(
-            f"{size / 2**20:.1f} MiB of Python exceed the limit of 0.5 MiB: split the file"
+            f"{size:,} bytes of Python exceed the limit of {MAX_BYTES:,}: split the file"
         )
 
 
@@ -301,7 +301,7 @@ def _migrate_notebook(data: bytes, wanted: Wanted) -> _Migration:
     code = "".join(without_magics(cell.text) + "\n" for cell in cells)
     if not triggered_rules(code.encode()):
         return _Migration(data, [], [])
-    _check_size(len(code))
+    _check_size(len(code.encode()))
     try:
         edits, findings = edits_and_findings(code, wanted)
     except cst.ParserSyntaxError as error:

@@ -190,9 +190,8 @@ class UnderflowReport(Printed):
         lines = []
         if missing:
             shown = len(self.rows) - missing
-            lines.append(
-                f"The table shows the {shown} rows that lose most; .rows has all {len(self.rows)}."
-            )
+            why = "with most zeros" if self.half else f"that lose most at {_power(self.scales[0])}"
+            lines.append(f"The table shows {shown} rows {why}; .rows has all {len(self.rows)}.")
         if self.half:
             lines += _ABOUT_HALF
         else:

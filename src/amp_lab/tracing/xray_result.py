@@ -383,7 +383,7 @@ class XrayComparison(Printed):
         for name, result in zip(self.names, (self.a, self.b), strict=True):
             dtypes = dict.fromkeys(map(short_name, result.output_dtypes))  # each once, as keys
             outputs = ", ".join(dtypes) or "none"
-            low = f"{100 * result.low_share:.1f} % of the work in low precision"
+            low = f"{100 * result.low_share:.1f} % of the matmul FLOPs in low precision"
             yield f"{name}: {low}, {plural(len(result.casts), 'cast')}, output {outputs}."
 
 
