@@ -130,7 +130,10 @@ BAD = {  # what is wrong: how the file is made, what is said of it
     "an unknown encoding": (lambda p: p.write_text("# coding: nope\n" + OLD), "unknown encoding"),
     "a hard link": (_hard_link, "hard links"),
     "read-only": (_read_only, "is read-only"),
-    "10 MB": (lambda p: p.write_text(OLD + "x = 1\n" * 1_750_000), "bytes of Python exceed the limit of 524,288: split"),
+    "10 MB": (
+        lambda p: p.write_text(OLD + "x = 1\n" * 1_750_000),
+        "bytes of Python exceed the limit of 524,288: split",
+    ),
     "nested too deeply": (
         lambda p: p.write_text(OLD + "x = " + "-" * 2_000 + "1\n"),
         "line 3 is nested too deeply",

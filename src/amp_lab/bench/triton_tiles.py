@@ -31,8 +31,8 @@ class TritonTiles:
     """The Triton kernels for a number of pixels and of channels; sums are float32.
 
     Pixels have to be a multiple of 64, channels a power of two from 32, and their product below
-    2^31; other sizes raise `OptionError`. `parts` counts the partial sums, one for each tile of 64 pixels, and `shares` the
-    partial weight gradients, one for each group of tiles.
+    2^31; other sizes raise `OptionError`. `parts` counts the partial sums, one for each tile of 64
+    pixels, and `shares` the partial weight gradients, one for each group of tiles.
     """
 
     dtypes = (torch.bfloat16, torch.float16, torch.float32)
