@@ -1,9 +1,10 @@
 """Messages as regular expressions, and the text in which they are searched.
 
 A message is written as torch prints it. Dtypes, numbers, quotation marks and line breaks may
-differ, because they change from one program to the next. Devices may not differ, because a tensor
-on another device has nothing to do with precision. Placeholders stand for other differences:
-``{dtype}``, ``{n}`` for a number, ``{name}`` for a word, ``{any}`` for up to 300 characters,
+differ, because they change from one program to the next. The word "the" may be missing, because
+people leave it out. Devices may not differ, because a tensor on another device has nothing to do
+with precision. Placeholders stand for other differences: ``{dtype}``, ``{n}`` for a number,
+``{name}`` for a word, ``{any}`` for up to 300 characters,
 ``{dtypes_differ}`` for the tensors that a checkpoint lists, if the dtype of one differs.
 `site/explain/explain.js` reads a text in the same way; a test compares the two.
 """
@@ -30,7 +31,7 @@ _PLACEHOLDERS = {
     "{dtypes_differ}": _DTYPES_DIFFER,
 }
 # What a message is divided into: a placeholder, a dtype as torch prints it, a number, a quotation
-# mark, a blank, or any other character.
+# mark, an article, a blank, or any other character.
 _PARTS = re.compile(
     r"(?P<placeholder>\{(?:dtype|n|name|any|dtypes_differ)\})"
     r"|(?P<dtype>(?<![\w.:])(?:(?:c10|at)::\w+|torch\.(?:cuda\.)?\w*(?:float|Float|half|Half)\w*"
@@ -38,6 +39,7 @@ _PARTS = re.compile(
     r"|float16|bfloat16|float32|float64|fp16|bf16|fp32)(?![\w(])))"
     r"|(?P<number>(?<![\w.])\d+(?:\.\d+)*(?![\w]))"
     r"|(?P<quote>['\"`‘’“”]+)"
+    r"|(?P<article>\b[Tt]he\s+)"
     r"|(?P<blank>\s+)"
     r"|(?P<other>.)",
     re.DOTALL,
@@ -46,6 +48,7 @@ _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _RANK = re.compile(r"^[ \t]*\[(?:rank)?\d+\]:", re.MULTILINE)
 _FRAME = re.compile(r"[│╭╮╰╯─❱┃]")
 _BLANKS = re.compile(r"\s+")
+_ARTICLE = re.compile(r"\bthe ")
 
 
 class Pattern(NamedTuple):
@@ -59,7 +62,7 @@ class Pattern(NamedTuple):
     """The longest run of those characters and of blanks, in lower case: a text without it cannot
     match."""
     exact: str
-    """The message in lower case if it has no placeholder, else empty."""
+    """The message `without_articles` if it has no placeholder, else empty."""
     general: bool
     """Whether it also has other causes, so that it counts only beside a subject word or a clue."""
 
@@ -83,7 +86,7 @@ def pattern(code: str, message: str, *, general: bool = False) -> Pattern:
             regex += _regex_of_variable(kind, text)
             runs.append("")
     has_placeholder = any(placeholder in message for placeholder in _PLACEHOLDERS)
-    exact = "" if has_placeholder else flat(message).lower()
+    exact = "" if has_placeholder else without_articles(flat(message))
     return Pattern(code, regex, literal, max(runs, key=len), exact, general)
 
 
@@ -93,14 +96,21 @@ def _escaped(text: str) -> str:
 
 
 def _regex_of_variable(kind: str, text: str) -> str:
-    """What may stand in place of a placeholder, a dtype, a number or a quote."""
+    """What may stand in place of a placeholder, a dtype, a number, a quote or an article."""
     if kind == "placeholder":
         return _PLACEHOLDERS[text]
     if kind == "dtype":
         return _dtype(text)
     if kind == "number":
         return NUMBER
+    if kind == "article":
+        return "(?:the )?"
     return "['\"`‘’“”]*"
+
+
+def without_articles(text: str) -> str:
+    """The text without the word "the", in lower case."""
+    return _ARTICLE.sub("", text.lower())
 
 
 def _dtype(text: str) -> str:
