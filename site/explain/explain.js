@@ -72,7 +72,7 @@ const AmpExplain = (() => {
 
   function byMessage(line, reference) {
     const lower = line.toLowerCase();
-    const withoutArticles = lower.replace(/\bthe /g, "");
+    const essential = lower.replace(/\bthe |[,:;](?= |$)/g, "");
     let lastError = 0, startOfMessage = -1;
     for (const found of line.matchAll(ERROR)) {
       lastError = found.index;
@@ -86,7 +86,7 @@ const AmpExplain = (() => {
       if (!places.length) continue;
       const isInLastError = places.at(-1)[1] > lastError;
       const isItsStart = places.some(([start, end]) => start <= startOfMessage && startOfMessage < end);
-      const isExact = pattern.exact !== "" && withoutArticles.includes(pattern.exact);
+      const isExact = pattern.exact !== "" && essential.includes(pattern.exact);
       matches.push([pattern, (isInLastError ? 1e8 : 0) + (isItsStart ? 1e6 : 0), isExact]);
       if (isExact) decided.add(pattern.regex);
     }

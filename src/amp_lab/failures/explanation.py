@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from amp_lab.failures.graph_breaks import graph_break
-from amp_lab.failures.patterns import flat, without_articles
+from amp_lab.failures.patterns import essential, flat
 from amp_lab.failures.ranking import facts_together, ranked
 from amp_lab.failures.reference import Failure, Page, Pattern, Reference, load_reference
 from amp_lab.failures.words import stems_of, terms_of, words_to_search
@@ -166,7 +166,7 @@ def _by_message(text: str, reference: Reference) -> list[Failure]:
         start_of_message = error.end() + 1
     matches: list[_Match] = []
     lower = line.lower()
-    line_without_articles = without_articles(line)
+    essential_line = essential(line)
     for pattern in reference.patterns:
         if pattern.fragment not in lower:
             continue
@@ -178,7 +178,7 @@ def _by_message(text: str, reference: Reference) -> list[Failure]:
         if places:
             is_in_last_error = places[-1][1] > last_error
             is_its_start = any(start <= start_of_message < end for start, end in places)
-            is_exact = pattern.exact != "" and pattern.exact in line_without_articles
+            is_exact = pattern.exact != "" and pattern.exact in essential_line
             matches.append(_Match(pattern, is_in_last_error, is_its_start, is_exact))
     # Messages that differ only in their dtypes: the one with the dtypes of the text counts.
     exact_regexes = {match.pattern.regex for match in matches if match.is_exact}

@@ -1,10 +1,10 @@
 """Messages as regular expressions, and the text in which they are searched.
 
 A message is written as torch prints it. Dtypes, numbers, quotation marks and line breaks may
-differ, because they change from one program to the next. The word "the" may be missing, because
-people leave it out. Devices may not differ, because a tensor on another device has nothing to do
-with precision. Placeholders stand for other differences: ``{dtype}``, ``{n}`` for a number,
-``{name}`` for a word, ``{any}`` for up to 300 characters,
+differ, because they change from one program to the next. The word "the" and a comma or colon may
+be missing, because people type messages from memory. Devices may not differ, because a tensor on
+another device has nothing to do with precision. Placeholders stand for other differences:
+``{dtype}``, ``{n}`` for a number, ``{name}`` for a word, ``{any}`` for up to 300 characters,
 ``{dtypes_differ}`` for the tensors that a checkpoint lists, if the dtype of one differs.
 `site/explain/explain.js` reads a text in the same way; a test compares the two.
 """
@@ -31,7 +31,7 @@ _PLACEHOLDERS = {
     "{dtypes_differ}": _DTYPES_DIFFER,
 }
 # What a message is divided into: a placeholder, a dtype as torch prints it, a number, a quotation
-# mark, an article, a blank, or any other character.
+# mark, what people leave out, a blank, or any other character.
 _PARTS = re.compile(
     r"(?P<placeholder>\{(?:dtype|n|name|any|dtypes_differ)\})"
     r"|(?P<dtype>(?<![\w.:])(?:(?:c10|at)::\w+|torch\.(?:cuda\.)?\w*(?:float|Float|half|Half)\w*"
@@ -40,6 +40,7 @@ _PARTS = re.compile(
     r"|(?P<number>(?<![\w.])\d+(?:\.\d+)*(?![\w]))"
     r"|(?P<quote>['\"`‘’“”]+)"
     r"|(?P<article>\b[Tt]he\s+)"
+    r"|(?P<punctuation>[,:;](?=\s|$))"
     r"|(?P<blank>\s+)"
     r"|(?P<other>.)",
     re.DOTALL,
@@ -48,7 +49,7 @@ _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _RANK = re.compile(r"^[ \t]*\[(?:rank)?\d+\]:", re.MULTILINE)
 _FRAME = re.compile(r"[│╭╮╰╯─❱┃]")
 _BLANKS = re.compile(r"\s+")
-_ARTICLE = re.compile(r"\bthe ")
+_OMISSIBLE = re.compile(r"\bthe |[,:;](?= |$)")
 
 
 class Pattern(NamedTuple):
@@ -62,7 +63,7 @@ class Pattern(NamedTuple):
     """The longest run of those characters and of blanks, in lower case: a text without it cannot
     match."""
     exact: str
-    """The message `without_articles` if it has no placeholder, else empty."""
+    """The message `essential` if it has no placeholder, else empty."""
     general: bool
     """Whether it also has other causes, so that it counts only beside a subject word or a clue."""
 
@@ -86,7 +87,7 @@ def pattern(code: str, message: str, *, general: bool = False) -> Pattern:
             regex += _regex_of_variable(kind, text)
             runs.append("")
     has_placeholder = any(placeholder in message for placeholder in _PLACEHOLDERS)
-    exact = "" if has_placeholder else without_articles(flat(message))
+    exact = "" if has_placeholder else essential(flat(message))
     return Pattern(code, regex, literal, max(runs, key=len), exact, general)
 
 
@@ -105,12 +106,14 @@ def _regex_of_variable(kind: str, text: str) -> str:
         return NUMBER
     if kind == "article":
         return "(?:the )?"
+    if kind == "punctuation":
+        return "[,:;]?"
     return "['\"`‘’“”]*"
 
 
-def without_articles(text: str) -> str:
-    """The text without the word "the", in lower case."""
-    return _ARTICLE.sub("", text.lower())
+def essential(text: str) -> str:
+    """The text in lower case, without what people leave out: "the", commas and colons."""
+    return _OMISSIBLE.sub("", text.lower())
 
 
 def _dtype(text: str) -> str:
