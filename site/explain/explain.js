@@ -63,6 +63,12 @@ const AmpExplain = (() => {
     return reference.subject_words.some((word) => words.has(word));
   }
 
+  /** Whether the text has a message that is not about precision. */
+  function isOther(line, reference) {
+    const lower = line.toLowerCase();
+    return (reference.other_subjects ?? []).some((message) => lower.includes(message));
+  }
+
   /** The codes of failures that stand in the text, in the order of the text, each once. */
   function byCode(line, reference) {
     const known = new Set(reference.failures.map(({ code }) => code));
@@ -73,17 +79,17 @@ const AmpExplain = (() => {
   function byMessage(line, reference) {
     const lower = line.toLowerCase();
     const essential = lower.replace(/\bthe |[,:;](?= |$)/g, "");
-    let lastError = 0, startOfMessage = -1;
-    for (const found of line.matchAll(ERROR)) {
-      lastError = found.index;
-      startOfMessage = found.index + found[0].length + 1;
-    }
+    const errors = [...line.matchAll(ERROR)].map((found) => [found.index, found.index + found[0].length]);
+    const [lastError, endOfName] = errors.at(-1) ?? [0, -2];
+    const startOfMessage = endOfName + 1;
+    // If the last error is about another subject, warnings before the first error do not count.
+    const begin = errors.length && isOther(line.slice(lastError), reference) ? errors[0][0] : 0;
     const matches = [], decided = new Set();
     for (const pattern of reference.patterns) {
       if (!lower.includes(pattern.fragment)) continue;
       if (pattern.general && !hasSubject(line, reference) && !byClues(pattern.code, lower, reference).length) continue;
       const places = placesOf(pattern, line);
-      if (!places.length) continue;
+      if (!places.length || places.at(-1)[1] <= begin) continue;
       const isInLastError = places.at(-1)[1] > lastError;
       const isItsStart = places.some(([start, end]) => start <= startOfMessage && startOfMessage < end);
       const isExact = pattern.exact !== "" && essential.includes(pattern.exact);
@@ -159,18 +165,12 @@ const AmpExplain = (() => {
     return [...results].sort((a, b) => scores.get(b.ref) - scores.get(a.ref) || (a.ref < b.ref ? -1 : 1));
   }
 
-  /** Whether the question has a printed error, or a message that is not about precision. */
-  function hasMessage(question, reference) {
-    const lower = question.toLowerCase();
-    return (reference.other_subjects ?? []).some((message) => lower.includes(message)) || question.search(PRINTED) >= 0;
-  }
-
   function isAboutPrecision(question, failures, reference) {
     const namesSubject = hasSubject(question, reference);
     const words = wordsToSearch(question, reference.synonyms).length;
     const [best] = failures;
     const common = Object.keys(best.matchData.metadata).length;
-    if (hasMessage(question, reference)) return namesSubject && common >= SHARE_OF_A_PRINTED_ERROR * words;
+    if (question.search(PRINTED) >= 0 || isOther(question, reference)) return namesSubject && common >= SHARE_OF_A_PRINTED_ERROR * words;
     const facts = factsTogether(best.ref, stemsOf(termsOf(question, reference.synonyms)), reference);
     const isLong = words >= WORDS_OF_A_LONG_TEXT;
     if (namesSubject) return facts > 0 || !isLong || common >= SHARE_OF_A_LONG_TEXT * words;

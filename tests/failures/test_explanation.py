@@ -346,6 +346,14 @@ def test_a_checkpoint_that_recomputes_another_shape_is_no_matter_of_precision():
     assert explain(message(bf16, bf16.replace("bfloat16", "float32")))[0].code == "AMP0080"
 
 
+def test_a_warning_before_an_error_about_another_subject_does_not_count():
+    warning = "FutureWarning: `torch.cuda.amp.autocast(args...)` is deprecated."
+    other = "RuntimeError: The size of tensor a (64) must match the size of tensor b (256)"
+    assert explain(warning)[0].code == "AMP0035"
+    assert explain(f"{warning}\n{other}") == []
+    assert explain(f"{warning}\nRuntimeError: {MESSAGE}\n{other}")[0].code == CODE
+
+
 def test_the_options_of_a_command_are_no_description():
     command = "train.py --bf16 True --save_strategy no --max_steps 50 --gradient_checkpointing"
     assert explain(f"the training hangs forever: {command}") == []

@@ -156,14 +156,14 @@ def _by_message(text: str, reference: Reference) -> list[Failure]:
 
     A message in the last error comes before one that was printed earlier, such as a warning. A
     message with which this error starts comes before one that was printed after it. Then the
-    message with the most characters in common comes first.
+    message with the most characters in common comes first. If the last error is about another
+    subject, warnings before the first error do not count.
     """
     line = flat(text)
-    last_error = 0  # its position
-    start_of_message = -1
-    for error in _ERROR.finditer(line):
-        last_error = error.start()
-        start_of_message = error.end() + 1
+    errors = [error.span() for error in _ERROR.finditer(line)] or [(0, -2)]
+    last_error = errors[-1][0]  # its position
+    start_of_message = errors[-1][1] + 1
+    begin = errors[0][0] if _is_other(line[last_error:], reference) else 0
     matches: list[_Match] = []
     lower = line.lower()
     essential_line = essential(line)
@@ -175,7 +175,7 @@ def _by_message(text: str, reference: Reference) -> list[Failure]:
         ):
             continue
         places = [found.span() for found in re.finditer(pattern.regex, line, re.IGNORECASE)]
-        if places:
+        if places and places[-1][1] > begin:
             is_in_last_error = places[-1][1] > last_error
             is_its_start = any(start <= start_of_message < end for start, end in places)
             is_exact = pattern.exact != "" and pattern.exact in essential_line
@@ -258,7 +258,7 @@ def _is_about_precision(
     words = len(words_to_search(question, reference.synonyms))
     best = failures[0]
     common = len(best["match_data"].metadata)
-    if _has_message(question, reference):
+    if _PRINTED.search(question) is not None or _is_other(question, reference):
         return names_subject and common >= _SHARE_OF_A_PRINTED_ERROR * words
     stems = stems_of(terms_of(question, reference.synonyms))
     facts = facts_together(best["ref"], stems, reference)
@@ -270,11 +270,10 @@ def _is_about_precision(
     return facts > 0 and common >= max(_WORDS_OF_A_WINNER, _SHARE_OF_A_WINNER * words)
 
 
-def _has_message(question: str, reference: Reference) -> bool:
-    """Whether the question has a printed error, or a message that is not about precision."""
-    lower = question.lower()
-    is_other = any(message in lower for message in reference.other_subjects)
-    return is_other or _PRINTED.search(question) is not None
+def _is_other(line: str, reference: Reference) -> bool:
+    """Whether the text has a message that is not about precision."""
+    lower = line.lower()
+    return any(message in lower for message in reference.other_subjects)
 
 
 def last_own_line(text: str) -> OwnLine | None:
