@@ -251,6 +251,7 @@ def search_data() -> dict[str, Any]:
     return {
         "pages": all_pages,
         "subject_words": vocabulary["subject_words"],
+        "alarms": vocabulary["alarms"],
         "synonyms": synonyms,
         "clues": clues(),
         "one_cause": _clues_file()["one_cause"]["messages"],

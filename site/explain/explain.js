@@ -5,10 +5,11 @@
 const AmpExplain = (() => {
   const MOST = 3, MAX_CHARACTERS = 1e6, LONGEST_QUESTION = 3000, LONGEST_MESSAGE = 400, LONGEST_CONTEXT = 6000, NUMBERS_OF_A_LOG = 4;
   const FACTS_OF_A_WINNER = 3, WORDS_OF_A_WINNER = 6, SHARE_OF_A_WINNER = 0.4, SHARE_OF_A_PRINTED_ERROR = 0.75, LONGEST_PHRASE = 3;
-  const WORDS_OF_A_LONG_TEXT = 24, SHARE_OF_A_LONG_TEXT = 0.33, OPTIONS_OF_A_COMMAND = 4;
+  const WORDS_OF_A_LONG_TEXT = 24, SHARE_OF_A_LONG_TEXT = 0.33, OPTIONS_OF_A_COMMAND = 4, LINES_OF_A_LOG = 2;
   const COVERAGE = 0.3, NOT_NAMED = 0.75, DESCRIBED = 1.5, THREE_FACTS = 1.75;
   const ERROR = /(?<![A-Za-z_.])[A-Za-z_.]*(?:Error|Exception)\b ?:/g;
   const PRINTED = /(?<![A-Za-z_.])[A-Za-z_.]*(?:Error|Exception|Warning|Unsupported)\b ?[:(]|\[E(?:\d{4})? /g;
+  const LOG_LINE = /\b(?:INFO|WARNING|ERROR|DEBUG)\b|\[[IWE]\]|\b\d\d:\d\d:\d\d/g;
   const OPTION = /(?<!\S)--?[a-zA-Z][\w-]*(?:[= ](?!-)\S+)?/g; // such as "--epochs 3"
   const LOGGED_NUMBER = /[\w/]+ ?[:=] ?-?\d[\w.:+-]*,?/g; // such as "lr: 1.0e-03" in a log
   const CODE = /(?<![A-Za-z0-9_])AMP[0-9]{4}(?![A-Za-z0-9_])/gi;
@@ -61,6 +62,13 @@ const AmpExplain = (() => {
   function hasSubject(line, reference) {
     const words = new Set(termsOf(line, reference.synonyms));
     return reference.subject_words.some((word) => words.has(word));
+  }
+
+  /** Whether the question is a log without a word such as NaN. */
+  function isOnlyOutput(question, reference) {
+    if ((question.match(LOG_LINE) ?? []).length < LINES_OF_A_LOG) return false;
+    const words = new Set(termsOf(question, reference.synonyms));
+    return !(reference.alarms ?? []).some((word) => words.has(word));
   }
 
   /** Whether the text has a message that is not about precision. */
@@ -170,7 +178,8 @@ const AmpExplain = (() => {
     const words = wordsToSearch(question, reference.synonyms).length;
     const [best] = failures;
     const common = Object.keys(best.matchData.metadata).length;
-    if (question.search(PRINTED) >= 0 || isOther(question, reference)) return namesSubject && common >= SHARE_OF_A_PRINTED_ERROR * words;
+    const isMessage = question.search(PRINTED) >= 0 || isOther(question, reference) || isOnlyOutput(question, reference);
+    if (isMessage) return namesSubject && common >= SHARE_OF_A_PRINTED_ERROR * words;
     const facts = factsTogether(best.ref, stemsOf(termsOf(question, reference.synonyms)), reference);
     const isLong = words >= WORDS_OF_A_LONG_TEXT;
     if (namesSubject) return facts > 0 || !isLong || common >= SHARE_OF_A_LONG_TEXT * words;

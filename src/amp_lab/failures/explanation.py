@@ -36,6 +36,8 @@ _PRINTED = re.compile(
 _ERROR = re.compile(r"(?<![A-Za-z_.])[A-Za-z_.]*(?:Error|Exception)\b ?:")
 _CODE = re.compile(r"(?<![A-Za-z0-9_])AMP[0-9]{4}(?![A-Za-z0-9_])", re.IGNORECASE)
 _LOGGED_NUMBER = re.compile(r"[\w/]+ ?[:=] ?-?\d[\w.:+-]*,?")  # such as `lr: 1.0e-03` in a log
+_LOG_LINE = re.compile(r"\b(?:INFO|WARNING|ERROR|DEBUG)\b|\[[IWE]\]|\b\d\d:\d\d:\d\d")
+_LINES_OF_A_LOG = 2  # marks of log lines
 _OPTION = re.compile(r"(?<!\S)--?[a-zA-Z][\w-]*(?:[= ](?!-)\S+)?")  # such as `--epochs 3`
 _OPTIONS_OF_A_COMMAND = 4  # fewer of them may be what a description is about
 _NUMBERS_OF_A_LOG = 4  # fewer of them may be settings, such as `precision=16`
@@ -251,14 +253,15 @@ def _is_about_precision(
 ) -> bool:
     """Whether the question is about precision: it has a word such as fp16, NaN or autocast.
 
-    A printed error has to be like the best of the failures as well. A description without a word of
+    A printed error or a log has to be like the best of the failures as well. A description without a word of
     the subject also has to have the facts that point to this failure.
     """
     names_subject = has_subject(question, reference)
     words = len(words_to_search(question, reference.synonyms))
     best = failures[0]
     common = len(best["match_data"].metadata)
-    if _PRINTED.search(question) is not None or _is_other(question, reference):
+    has_message = _PRINTED.search(question) is not None or _is_other(question, reference)
+    if has_message or _is_only_output(question, reference):
         return names_subject and common >= _SHARE_OF_A_PRINTED_ERROR * words
     stems = stems_of(terms_of(question, reference.synonyms))
     facts = facts_together(best["ref"], stems, reference)
@@ -268,6 +271,13 @@ def _is_about_precision(
     if facts >= _FACTS_OF_A_WINNER:
         return True
     return facts > 0 and common >= max(_WORDS_OF_A_WINNER, _SHARE_OF_A_WINNER * words)
+
+
+def _is_only_output(question: str, reference: Reference) -> bool:
+    """Whether the question is a log without a word such as NaN."""
+    if len(_LOG_LINE.findall(question)) < _LINES_OF_A_LOG:
+        return False
+    return reference.alarms.isdisjoint(terms_of(question, reference.synonyms))
 
 
 def _is_other(line: str, reference: Reference) -> bool:

@@ -73,6 +73,8 @@ class Reference:
     subject_words: frozenset[str]
     """Subject words. A message about precision has at least one, in the form that `terms_of`
     returns."""
+    alarms: frozenset[str]
+    """The subject words that a log has only if something goes wrong, such as NaN."""
     synonyms: dict[str, str]
     """The index word for each synonym that people type."""
     clues: dict[str, dict[str, list[str]]]
@@ -126,6 +128,7 @@ def reference_from(data: dict[str, Any]) -> Reference:
         patterns=tuple(patterns),
         pages={row["page"]: Page(**row) for row in data["pages"]},
         subject_words=frozenset(data["subject_words"]),
+        alarms=frozenset(data.get("alarms", [])),
         synonyms=data["synonyms"],
         clues=data["clues"],
         one_cause=data.get("one_cause", []),
