@@ -64,13 +64,6 @@ const AmpExplain = (() => {
     return reference.subject_words.some((word) => words.has(word));
   }
 
-  /** Whether the question is a log without a word such as NaN. */
-  function isOnlyOutput(question, reference) {
-    if ((question.match(LOG_LINE) ?? []).length < LINES_OF_A_LOG) return false;
-    const words = new Set(termsOf(question, reference.synonyms));
-    return !(reference.alarms ?? []).some((word) => words.has(word));
-  }
-
   /** Whether the text has a message that is not about precision. */
   function isOther(line, reference) {
     const lower = line.toLowerCase();
@@ -174,13 +167,17 @@ const AmpExplain = (() => {
   }
 
   function isAboutPrecision(question, failures, reference) {
-    const namesSubject = hasSubject(question, reference);
+    const terms = termsOf(question, reference.synonyms);
+    const namesSubject = reference.subject_words.some((word) => terms.includes(word));
+    const hasAlarm = (reference.alarms ?? []).some((word) => terms.includes(word));
     const words = wordsToSearch(question, reference.synonyms).length;
     const [best] = failures;
     const common = Object.keys(best.matchData.metadata).length;
-    const isMessage = question.search(PRINTED) >= 0 || isOther(question, reference) || isOnlyOutput(question, reference);
-    if (isMessage) return namesSubject && common >= SHARE_OF_A_PRINTED_ERROR * words;
-    const facts = factsTogether(best.ref, stemsOf(termsOf(question, reference.synonyms)), reference);
+    const hasMessage = question.search(PRINTED) >= 0 || isOther(question, reference);
+    const isLog = (question.match(LOG_LINE) ?? []).length >= LINES_OF_A_LOG;
+    if (hasMessage || (isLog && !hasAlarm)) return namesSubject && common >= SHARE_OF_A_PRINTED_ERROR * words;
+    if (hasAlarm) return true;
+    const facts = factsTogether(best.ref, stemsOf(terms), reference);
     const isLong = words >= WORDS_OF_A_LONG_TEXT;
     if (namesSubject) return facts > 0 || !isLong || common >= SHARE_OF_A_LONG_TEXT * words;
     if (facts >= FACTS_OF_A_WINNER) return true;

@@ -346,6 +346,12 @@ def test_a_checkpoint_that_recomputes_another_shape_is_no_matter_of_precision():
     assert explain(message(bf16, bf16.replace("bfloat16", "float32")))[0].code == "AMP0080"
 
 
+def test_a_log_is_known_by_its_words_only_if_it_has_an_alarm():
+    log = "INFO 12:01:02 engine: dtype=torch.float16\nINFO 12:01:03 step 7, loss {}"
+    assert explain(log.format("0.4")) == []
+    assert explain(log.format("nan"))
+
+
 def test_a_warning_before_an_error_about_another_subject_does_not_count():
     warning = "FutureWarning: `torch.cuda.amp.autocast(args...)` is deprecated."
     other = "RuntimeError: The size of tensor a (64) must match the size of tensor b (256)"

@@ -25,8 +25,8 @@ _SHARE_OF_A_WINNER = 0.4
 # A printed error that matches no known message is known if it has a word of the subject, and if
 # this share of its words are words of one failure. Fewer may be its words by chance.
 _SHARE_OF_A_PRINTED_ERROR = 0.75
-# A long text without an error, such as a log or a configuration, may have a word of the subject by
-# chance. It is known if this share of its words are words of one failure, or if it has the facts.
+# A long text without an error or an alarm, such as a configuration, may have a subject word by
+# chance. It is known if this share of its words are words of one failure, or if it has its facts.
 _WORDS_OF_A_LONG_TEXT = 24
 _SHARE_OF_A_LONG_TEXT = 0.33
 # The name of an error or a warning, or an error that C++ code of torch logs.
@@ -253,31 +253,29 @@ def _is_about_precision(
 ) -> bool:
     """Whether the question is about precision: it has a word such as fp16, NaN or autocast.
 
-    A printed error or a log has to be like the best of the failures as well. A description without a word of
-    the subject also has to have the facts that point to this failure.
+    A printed error, or a log without an alarm such as NaN, has to be like the best of the failures
+    as well. So has a long text, to a lesser degree. A description without a word of the subject
+    also has to have the facts that point to this failure.
     """
-    names_subject = has_subject(question, reference)
+    terms = terms_of(question, reference.synonyms)
+    names_subject = not reference.subject_words.isdisjoint(terms)
+    has_alarm = not reference.alarms.isdisjoint(terms)
     words = len(words_to_search(question, reference.synonyms))
     best = failures[0]
     common = len(best["match_data"].metadata)
     has_message = _PRINTED.search(question) is not None or _is_other(question, reference)
-    if has_message or _is_only_output(question, reference):
+    is_log = len(_LOG_LINE.findall(question)) >= _LINES_OF_A_LOG
+    if has_message or (is_log and not has_alarm):
         return names_subject and common >= _SHARE_OF_A_PRINTED_ERROR * words
-    stems = stems_of(terms_of(question, reference.synonyms))
-    facts = facts_together(best["ref"], stems, reference)
+    if has_alarm:
+        return True
+    facts = facts_together(best["ref"], stems_of(terms), reference)
     if names_subject:
         is_long = words >= _WORDS_OF_A_LONG_TEXT
         return facts > 0 or not is_long or common >= _SHARE_OF_A_LONG_TEXT * words
     if facts >= _FACTS_OF_A_WINNER:
         return True
     return facts > 0 and common >= max(_WORDS_OF_A_WINNER, _SHARE_OF_A_WINNER * words)
-
-
-def _is_only_output(question: str, reference: Reference) -> bool:
-    """Whether the question is a log without a word such as NaN."""
-    if len(_LOG_LINE.findall(question)) < _LINES_OF_A_LOG:
-        return False
-    return reference.alarms.isdisjoint(terms_of(question, reference.synonyms))
 
 
 def _is_other(line: str, reference: Reference) -> bool:
