@@ -240,7 +240,7 @@ assert failure.code == "AMP0018"
 # | [A batched backward pass (vmap of autograd.grad) finds two dtypes](../docs/compile_and_kernels.md#why-is-the-output-fp32-under-vmap-and-autocast) `AMP0301` | `` Expected scalar types of X and dY are same. `` |
 # | [`.float()` has no effect on a matmul inside an autocast block](02_autocast_dtypes.ipynb#Nest-and-disable-autocast) `AMP0302` | I call .float() before the matmul but the result is still float16 under autocast |
 # | [A quantized model refuses `.to()`, `.half()` or `.cuda()`](../docs/quantized.md#can-i-call-half-or-todtype-on-a-quantized-model) `AMP0318` | `` `.to` is not supported for `4-bit` or `8-bit` `` |
-# | [A TensorFlow op gets float16 and float32](12_keras.ipynb#Layers,-not-ops) `AMP0320` | `` cannot compute … as input #…(zero-based) was expected to be a … tensor but is a … tensor `` |
+# | [A TensorFlow op gets float16 and float32](12_keras.ipynb#Layers,-not-ops) `AMP0320` | `` cannot compute … as input #…(zero-based) was expected to be a half tensor but is `` |
 #
 # ### Replace ops and devices that refuse half precision
 #
@@ -339,6 +339,7 @@ assert failure.code == "AMP0018"
 # | [Apex is missing or has no amp](13_from_apex.ipynb) `AMP0188` | `` cannot import name 'amp' from 'apex' `` |
 # | [One rank waits for another that skipped a step](../docs/trainers.md#how-do-i-skip-a-bad-batch-without-a-hang) `AMP0189` | `` Watchdog caught collective operation timeout `` |
 # | [The ranks send tensors of different dtypes](11_scale_out.ipynb#What-does-each-rank-send-and-hold?) `AMP0190` | `` Received data size doesn't match expected size. Is there a distributed collective mismatch in your code? `` |
+# | [NCCL or Gloo cannot send bf16 or FP8](11_scale_out.ipynb#What-does-each-rank-send-and-hold?) `AMP0321` | `` data type is not supported for NCCL process group `` |
 # | [Gradients are infinite only with several ranks](11_scale_out.ipynb#One-decision-about-the-loss-scale) `AMP0091` | gradients are infinite with several ranks only |
 # | [SyncBatchNorm refuses the device or the dtype](08h_compile_and_processes.ipynb#DDP-waits-for-a-parameter-without-a-gradient) `AMP0191` | `` SyncBatchNorm layers only work with GPU modules `` |
 # | [FSDP2 has gradients of two dtypes in gradient accumulation](../docs/several_machines.md#questions-about-fsdp2) `AMP0192` | `` FSDP reduce-scatter expects uniform gradient dtype but got `` |
@@ -353,7 +354,7 @@ assert failure.code == "AMP0018"
 # | [An ONNX, TensorRT or OpenVINO model in fp16 gives NaN or wrong results](18_inference_and_export.ipynb#Export) `AMP0197` | `` Detected finite FP32 values which would overflow in FP16 and converted them to the closest finite FP16 value. `` |
 # | [TensorRT warns that a layer norm may overflow in fp16](18_inference_and_export.ipynb#Export) `AMP0076` | `` Running layernorm after self-attention in FP16 may cause overflow `` |
 # | [torch.jit.trace fails inside an autocast block](18_inference_and_export.ipynb#Export) `AMP0082` | `` Cannot insert a Tensor that requires grad as a constant. Consider making it a parameter or input, or detaching the gradient `` |
-# | [An exported model computes in another dtype than expected](18_inference_and_export.ipynb#Export) `AMP0099` | an exported model computes in another dtype than expected |
+# | [An exported model computes in another dtype than expected](18_inference_and_export.ipynb#Export) `AMP0099` | `` Parameter was initialized as DataType.… but set to DataType.… `` |
 # | [Flash attention gives different results with the same seed](17_language_model.ipynb) `AMP0208` | same seed, but the loss differs from run to run with flash attention |
 # | [A matmul in 16 bits differs between two GPU models](18_inference_and_export.ipynb#Which-decisions-change?) `AMP0209` | fp16 results on an A100 differ from those on a 3090 |
 # | [A Core ML model in fp16 gives wrong outputs](18_inference_and_export.ipynb#Export) `AMP0210` | the converted Core ML model is wrong or NaN on the neural engine |

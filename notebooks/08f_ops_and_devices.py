@@ -412,7 +412,7 @@ with without_bf16:
 # messages = ["Unsupported dtype half", "Unsupported dtype Bfloat16"]
 # quoted = [
 #   "cuFFT only supports dimensions whose sizes are powers of two when computing in",
-#   "cuFFT doesn't support bfloat16 with compute capability less than",
+#   "cuFFT doesn't support bfloat16 with compute capability", "FFT doesn't support transforms of type",
 #   "cuFFT doesn't support signals of half type with compute capability less than",
 #   "MKL FFT doesn't support tensors of type", "\"{name}\" not implemented for 'Complexhalf'",
 # ]

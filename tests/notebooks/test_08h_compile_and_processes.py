@@ -264,6 +264,18 @@ def test_a_collective_wants_one_dtype(group_of_one):
         assert code_of(f"RuntimeError: {message_of(refused)}") == "AMP0190"
 
 
+def test_gloo_sends_bf16_and_of_fp8_only_the_bytes(group_of_one):
+    """AMP0321."""
+    low = torch.tensor([0.5, 448.0]).to(torch.float8_e4m3fn)
+    for refused in (lambda: dist.all_reduce(low), lambda: dist.broadcast(low, src=0)):
+        assert code_of(f"RuntimeError: {message_of(refused)}") == "AMP0321"
+    dist.broadcast(low.view(torch.uint8), src=0)
+    for dtype in (torch.bfloat16, torch.float32):
+        total = low.to(dtype)
+        dist.all_reduce(total)
+        assert torch.equal(total.float(), low.float())
+
+
 def shard(model, **policy):
     mesh = init_device_mesh("cpu", (1,))
     return fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(**policy))
