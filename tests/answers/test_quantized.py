@@ -334,6 +334,9 @@ def test_transformers_refuses_to_cast_a_quantized_model():
     model.quantization_method = "bitsandbytes"
     with pytest.raises(ValueError, match="cannot cast a bitsandbytes model in a new `dtype`"):
         model.to(torch.float16)
+    model.is_loaded_in_8bit = True
+    with pytest.raises(ValueError, match=r"cuda\(\)` is not supported for `8-bit`"):
+        model.cuda()
 
 
 def test_integers_have_no_gradients():

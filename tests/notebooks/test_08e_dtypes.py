@@ -45,6 +45,14 @@ def test_a_tensor_beside_the_weights_that_stayed_in_fp32_is_refused(beside):
         calls[beside]()
 
 
+def test_a_tensor_in_fp32_raises_the_dtype_if_it_has_dimensions():
+    """AMP0060."""
+    low, wide = torch.ones(2).half(), torch.ones(2)
+    results = [low + wide, torch.cat([low, wide]), torch.where(low > 0, low, wide)]
+    assert {result.dtype for result in results} == {FP32}
+    assert (low + wide[0]).dtype is torch.where(low > 0, low, wide[0]).dtype is FP16
+
+
 class Table(nn.Module):
     """Adds a table, which it makes longer for an input that is longer than any before."""
 
@@ -150,12 +158,30 @@ def test_the_ops_of_torchvision_cast_inside_a_block_only(inside):
     assert torchvision.ops.roi_align(features.float(), boxes, 1).dtype is FP32
 
 
+@pytest.mark.parametrize("op", ["nms", "roi_align"])
+def test_two_ops_of_torchvision_have_no_rule_for_autocast_on_mps(op):
+    """AMP0078."""
+    has_rule = torch._C._dispatch_has_kernel_for_dispatch_key
+    rules = {
+        key
+        for key in ("CPU", "CUDA", "XPU", "MPS")
+        if has_rule(f"torchvision::{op}", f"Autocast{key}")
+    }
+    assert rules == {"CPU", "CUDA", "XPU"}
+
+
 ATTENTION = torch.ones(1, 1, 2, 2).bfloat16()
 
 
 @pytest.mark.parametrize(
     ("query", "mask", "passes"),
-    [(BF16, FP32, True), (BF16, torch.bool, True), (FP32, BF16, False), (BF16, torch.long, False)],
+    [
+        (BF16, FP32, True),
+        (BF16, torch.bool, True),
+        (FP32, BF16, False),
+        (BF16, torch.long, False),
+        (BF16, torch.uint8, False),
+    ],
 )
 def test_a_mask_of_attention_is_boolean_or_has_the_dtype_of_the_query(query, mask, passes):
     """AMP0081."""
@@ -229,7 +255,10 @@ def test_a_weight_times_its_scale_is_fp32_and_the_bias_is_not(weight):
         F.linear(x, product, bias)
     with torch.autocast("cpu", dtype=BF16):
         assert F.linear(x, product, bias).dtype is BF16
+        with pytest.raises(RuntimeError, match=r"self and mat2 .* but got BFloat16 and Double"):
+            F.linear(x, product.double(), bias)
     assert F.linear(x, product.to(x.dtype), bias).dtype is BF16
+    assert (torch.ones(2, 2).to(weight).to(x.dtype) * scale[0, 0]).dtype is BF16
 
 
 class Norm(nn.Module):
@@ -262,6 +291,22 @@ def test_peft_keeps_adapters_in_fp32_unless_told_otherwise(casts, dtype):
     model = peft.get_peft_model(base, config, autocast_adapter_dtype=casts)
     adapters = {p.dtype for name, p in model.named_parameters() if "lora" in name}
     assert adapters == {dtype}
+    assert model(torch.ones(1, 4).bfloat16()).dtype is BF16  # the layers of PEFT cast
+
+
+@pytest.mark.filterwarnings("ignore")  # of the packages that PEFT imports
+def test_the_model_inside_a_prepared_peft_model_runs_without_autocast():
+    """AMP0154: `generate` of a PEFT model calls the model inside."""
+    peft, accelerate = pytest.importorskip("peft"), pytest.importorskip("accelerate")
+    base = nn.Sequential(Norm(), nn.Linear(4, 4).bfloat16())
+    model = peft.get_peft_model(base, peft.LoraConfig(target_modules=["1"], r=2))
+    accelerate.state.AcceleratorState._reset_state()
+    prepared = accelerate.Accelerator(mixed_precision="bf16", cpu=True).prepare(model)
+    accelerate.state.AcceleratorState._reset_state()
+    x = torch.ones(1, 4).bfloat16()
+    assert prepared(x).dtype is FP32
+    with pytest.raises(RuntimeError, match="the same dtype"):
+        prepared.get_base_model()(x)
 
 
 def test_weights_in_fp8_are_cast_by_hand_or_by_autocast():
@@ -274,6 +319,9 @@ def test_weights_in_fp8_are_cast_by_hand_or_by_autocast():
     assert F.linear(x, weight.to(x.dtype)).dtype is BF16
     with torch.autocast("cpu", dtype=BF16):
         assert F.linear(x, weight).dtype is BF16
+    with cuda_rules():
+        x, weight = torch.ones(1, 2, device="cuda"), torch.ones(2, 2, device="cuda")
+        assert F.linear(x, weight.to(torch.float8_e4m3fn)).dtype is FP16
 
 
 def test_a_weight_takes_a_gradient_of_its_own_dtype_or_of_the_one_it_is_told():
@@ -350,7 +398,7 @@ def test_mixed_precision_keeps_weights_gradients_and_state_in_fp32():
     assert layer.bfloat16().weight.dtype is BF16
 
 
-def test_some_ops_return_fp32_in_a_block_and_a_cpu_has_fewer_of_them():
+def test_some_ops_return_fp32_in_a_block_and_a_cpu_has_other_ones():
     """AMP0295."""
     with cuda_rules():
         h = torch.ones(2, 2, device="cuda") @ torch.ones(2, 2, device="cuda")
@@ -414,6 +462,16 @@ def test_a_batched_backward_pass_needs_its_norms_in_fp32(norm):
         alone = torch.autograd.grad(output, weights, vector, retain_graph=True)
         for all_of_them, one in zip(together, alone, strict=True):
             torch.testing.assert_close(all_of_them[i], one, rtol=1e-3, atol=1e-5)
+
+
+def test_on_cuda_batch_and_instance_norm_return_16_bits_and_other_norms_fp32():
+    """AMP0301."""
+    with cuda_rules():
+        x, weight = torch.ones(2, 4, 4, device="cuda").half(), torch.ones(4, device="cuda")
+        assert F.batch_norm(x, None, None, weight, weight, training=True).dtype is FP16
+        assert F.instance_norm(x, weight=weight, bias=weight).dtype is FP16
+        assert F.layer_norm(x, (4,), weight, weight).dtype is FP32
+        assert F.group_norm(x, 2, weight, weight).dtype is FP32
 
 
 def test_autocast_casts_also_what_was_just_converted_to_fp32():

@@ -380,6 +380,7 @@ def test_fabric_puts_only_the_model_that_setup_returns_under_autocast():
     returned(x)
     assert dtypes == [torch.float32, torch.bfloat16]
     assert outside == [torch.float32]
+    assert x.dtype is torch.float32
 
 
 @pytest.mark.parametrize("keep", [True, False])
@@ -394,7 +395,7 @@ def test_unwrap_model_takes_autocast_out_of_the_prepared_model(keep):
     prepared = accelerator.prepare(model)
     unwrapped = accelerator.unwrap_model(prepared, keep_fp32_wrapper=keep)
     x = torch.ones(1, 2)
-    prepared(x)
+    assert prepared(x).dtype is torch.float32  # AMP0094
     assert dtypes == [torch.bfloat16 if keep else torch.float32]
     assert unwrapped is model
     with accelerator.autocast():
