@@ -486,6 +486,19 @@ def test_torchao_takes_the_place_of_quantize_dynamic():
         prepare(nn.Sequential(nn.ReLU()))
 
 
+@pytest.mark.filterwarnings("ignore")  # deprecated
+def test_the_functions_of_fx_graphs_still_quantize():
+    """AMP0284."""
+    needs_int8_matmul()
+    from torch.ao.quantization import get_default_qconfig_mapping
+    from torch.ao.quantization.quantize_fx import convert_fx, prepare_fx
+
+    model, x = nn.Sequential(nn.Linear(64, 64)).eval(), torch.eye(64)
+    prepared = prepare_fx(model, get_default_qconfig_mapping(), (x,))
+    prepared(x)
+    assert off(convert_fx(prepared)(x), model(x)) < 0.05
+
+
 # --- FP8 values ---
 
 

@@ -140,6 +140,29 @@ def test_autocast_causes_another_compilation_and_a_stance_refuses_it():
     assert torch._dynamo.config.recompile_limit == 8
 
 
+def test_at_the_limit_of_recompilations_only_further_combinations_run_in_eager_mode(caplog):
+    """AMP0184."""
+    runs = []
+
+    def backend(graph, inputs):
+        return lambda *args: runs.append(None) or graph.forward(*args)
+
+    torch.compiler.reset()
+    with torch._dynamo.config.patch(recompile_limit=1):
+        compiled = torch.compile(lambda x: x @ x, backend=backend)
+        whole = torch.compile(lambda x: x @ x, backend="eager", fullgraph=True)
+        for function in (compiled, whole):
+            function(x)
+        with torch.autocast("cpu", dtype=BF16):
+            assert compiled(x).dtype is BF16
+            assert len(runs) == 1
+            with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
+                whole(x)
+        compiled(x)
+    assert len(runs) == 2
+    torch.compiler.reset()
+
+
 def test_traced_under_autocast_a_shared_weight_is_a_constant():
     """AMP0082."""
 
@@ -352,6 +375,29 @@ def test_a_debugging_variable_compares_the_dtypes_of_the_ranks():
         assert "TensorDtypes=BFloat16" in message
     for received in values_of(exchange_of_two_dtypes, 2):
         assert received != [1, 1]  # and nobody told
+
+
+def gradients_if_a_rank_leaves_out_a_batch() -> list[float]:
+    """The gradient of each step; rank 0 leaves out the step of its second batch."""
+    dist.init_process_group("gloo")
+    rank, gradients = dist.get_rank(), []
+    model = DistributedDataParallel(nn.Linear(1, 1, bias=False))
+    for batch in range(3 - rank):  # so that no rank waits at the end
+        loss = model(torch.full((1, 1), 10.0 * rank + batch)).sum()
+        if (rank, batch) == (0, 1):
+            continue
+        model.zero_grad()
+        loss.backward()
+        gradients.append(model.module.weight.grad.item())
+    dist.destroy_process_group()
+    return gradients
+
+
+@pytest.mark.slow
+def test_a_rank_that_leaves_out_a_batch_joins_another_batch():
+    """AMP0189."""
+    first, mixed = (0 + 10) / 2, (2 + 11) / 2
+    assert values_of(gradients_if_a_rank_leaves_out_a_batch, 2) == [[first, mixed]] * 2
 
 
 def fsdp1(model, **options):
