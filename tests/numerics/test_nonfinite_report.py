@@ -66,6 +66,53 @@ def test_the_advice_fits_the_fault(name, words):
     assert report.advice[0].isupper()
 
 
+def full(value, dtype=torch.float32):
+    """A function that turns any tensor into one of this value and dtype."""
+    return lambda x: (x * 0 + value).to(dtype)
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        (lambda x: full(1e30)(x) / full(1e-30)(x), "exceeds the range of float32"),
+        (lambda x: full(1e38)(x) / full(-0.1)(x), "exceeds the range of float32"),
+        (lambda x: full(1e30)(x) / full(0.0)(x), "The divisor is 0"),
+        (lambda x: full(1e-39)(x).reciprocal(), "exceeds the range of float32"),
+        (lambda x: (1e30 * x.sign()).var(0, keepdim=True), "exceeds the range of float32"),
+        (lambda x: torch.exp2(full(129.0)(x)), "in fp32 and bf16 from x = 128 on"),
+        (lambda x: torch.atanh(full(1.0, torch.float16)(x)), "or the op is infinite at an input"),
+        (lambda x: torch.logit(full(1.0, torch.float16)(x)), "logit is infinite at 0 and 1"),
+        (lambda x: torch.atanh(full(2.0)(x)), "is not defined at one of its inputs"),
+        (lambda x: torch.xlogy(full(2.0)(x), full(0.0)(x)), "xlogy is 0 or negative"),
+        (lambda x: full(3.4e38)(x).to(torch.bfloat16), "Clamp the value before the cast"),
+    ],
+)
+def test_the_advice_fits_the_inputs_of_the_op(fault, words):
+    report = find(Module(lambda x: fault(x).float()), torch.randn(4, 3))
+    assert report.phase == "forward"
+    assert words in report.advice
+    assert "exceeds 65504" not in report.advice
+
+
+@pytest.mark.parametrize(
+    ("fault", "absent"),
+    [
+        (lambda x: torch.log_softmax(full(1.0)(x), -1), "derivative of log"),
+        (lambda x: torch.linalg.inv(full(1e-10)(x.mean()) * torch.eye(3)), "eigenvalues"),
+    ],
+)
+def test_a_derivative_is_not_taken_for_that_of_a_similar_name(fault, absent):
+    def fault_of_large_gradient(x):
+        result = fault(x)
+        result.register_hook(lambda gradient: gradient.sign() * 3e38)
+        return result
+
+    report = find(Module(fault_of_large_gradient), torch.randn(3, 3))
+    assert report.phase == "backward"
+    assert "its product with the gradient is too large" in report.advice
+    assert absent not in report.advice
+
+
 def test_a_mask_that_softmax_could_not_make_finite_is_named():
     model, x, options = FAULTS["a row of attention that is masked everywhere"][0]()
     assert find(model, x, **options).placed_by == "buffer 'blocks.0.mask'"

@@ -211,7 +211,13 @@ def test_the_log_can_be_read_and_drawn():
             scaler.step(optimizer)
             scaler.update()
     assert "2 steps, 2 skipped" in repr(log)
-    assert "lowest 0.5. A scale below 1" in repr(log)
+    assert "lowest 0.5. A step was skipped at a scale of 1 or less" in repr(log)
+    small = torch.amp.GradScaler("cpu", init_scale=0.5)
+    with ScaleLog(small) as log_of_small:
+        set_gradients(optimizer, small)
+        small.step(optimizer)
+        small.update()
+    assert repr(log_of_small).endswith("lowest 0.5")
     ax = log.plot()
     assert list(ax.lines[0].get_ydata()) == [1.0, 0.5]
     assert list(ax.lines[1].get_xdata()) == [0, 1]

@@ -17,6 +17,7 @@ from amp_lab.numerics.op_remedies import (
 )
 from amp_lab.numerics.power_remedies import (
     BOTH_SIGNS,
+    EXPONENT,
     divides_by_both_signs,
     input_of,
     remedy_for_power,
@@ -148,10 +149,10 @@ _BYPASSED = nonfinite_remedy(
 HALF_WEIGHTS = nonfinite_remedy(
     "half_weights",
     "trainable weights are fp16, and a GradScaler is used",
-    "The trainable weights are fp16. GradScaler raises an error for their gradients (Attempting "
-    "to unscale FP16 gradients). Keep these weights in fp32: create or load the model with "
-    "dtype=torch.float32, or call model.float(), and run the forward pass under torch.autocast. "
-    "Or use bf16 without a GradScaler: model.bfloat16() and bf16 inputs.",
+    "The trainable weights are fp16. GradScaler.unscale_ raises an error for their gradients "
+    "(Attempting to unscale FP16 gradients). Keep these weights in fp32: create or load the model "
+    "with dtype=torch.float32, or call model.float(), and run the forward pass under "
+    "torch.autocast. Or use bf16 without a GradScaler: model.bfloat16() and bf16 inputs.",
     failure="AMP0009",
 )
 MASK_VALUE = nonfinite_remedy(
@@ -246,8 +247,8 @@ _SCORES = nonfinite_remedy(
 _RANGE = nonfinite_remedy(
     "range",
     "a result exceeded the range of bf16 or fp32",
-    "The result exceeds the range of {dtype}. Find out why the inputs are so large, or whether "
-    "the op is infinite at one of them.",
+    "The result exceeds the range of {dtype}, or the op is infinite at an input. Find out why the "
+    "inputs are so large, or where the input at which the op is infinite comes from.",
 )
 
 _ADDING = ("sum", "mean", "norm", "linalg_vector_norm", "cumsum")
@@ -265,17 +266,24 @@ _NEAR_ZERO = 1e-2
 _ATTENTION_NODES = ("scaleddotproduct", "flashattention", "efficientattention", "cudnnattention")
 """Beginnings of the names of autograd's nodes for attention."""
 
+_ONLY_AT_POLES = ("logit", "atanh", "erfinv")
+"""Beginnings of the names of ops that are small except where they are infinite."""
+
+_DIVISOR_NAMES = {"div": "other", "addcdiv": "tensor2", "xlogy": "other"}
+"""By the beginning of an op's name, the input at whose zeros the op is infinite."""
+
 _DERIVATIVE = nonfinite_remedy(
     "backward.other",
     "the backward pass of another op",
-    "The derivative is infinite at this input, or the backward pass computed 0 * inf. Before "
-    "the op, move the input away from values at which the derivative is infinite. A torch.where "
-    "after the op does not help.",
+    "The derivative is infinite at this input, its product with the gradient is too large, or the "
+    "backward pass computed 0 * inf. Before the op, move the input away from values at which the "
+    "derivative is infinite. A torch.where after the op does not help.",
 )
 _UNKNOWN = nonfinite_remedy(
     "other",
     "another op made a NaN",
-    "The op computed 0 * inf, inf - inf or 0 / 0. Find out why an input is zero or very large.",
+    "The op is not defined at one of its inputs, or it computed 0 * inf, inf - inf or 0 / 0. Find "
+    "out where this input comes from.",
 )
 
 
@@ -341,12 +349,12 @@ def _remedies_in_backward(report: NonfiniteReport) -> list[Remedy]:
 
 def _remedy_for_derivative(report: NonfiniteReport) -> Remedy | None:
     """The remedy for this op's derivative; None if the derivative is not at fault, or unknown."""
-    if _op_starts_with(report, "div", "reciprocal", "pow") and divides_by_both_signs(report):
-        return BOTH_SIGNS
     if _op_starts_with(report, *_ATTENTION_NODES):
         return None if _overflows_fp16(report) else ATTENTION_KERNEL
     if not _has_infinite_derivative(report):
         return None
+    if _op_starts_with(report, "div", "reciprocal", "pow") and divides_by_both_signs(report):
+        return BOTH_SIGNS
     return _find_by_op(report, BACKWARD)
 
 
@@ -396,6 +404,10 @@ def _remedy_for_forward_op(report: NonfiniteReport) -> Remedy | None:
     """The remedy for this op; None if there is none."""
     if _op_starts_with(report, "pow"):
         return remedy_for_power(report)
+    if _op_starts_with(report, "exp2"):
+        return EXPONENT
+    if _is_too_large(report):
+        return None
     if divides_by_both_signs(report):
         return BOTH_SIGNS
     return _find_by_op(report, FORWARD)
@@ -459,11 +471,28 @@ def _overflows_fp16(report: NonfiniteReport) -> bool:
     return report.value.dtype is torch.float16 and _overflows(report)
 
 
-def _is_at_a_pole(report: NonfiniteReport) -> bool:
-    """Whether an input is zero where that alone makes the result infinite, in any precision."""
+def _is_too_large(report: NonfiniteReport) -> bool:
+    """Whether the result of a division, or of a variance, is too large for its dtype."""
+    if not _overflows(report):
+        return False
+    if _op_starts_with(report, "std", "var"):
+        return True
+    divisor = None
     if _op_starts_with(report, "div"):
         divisor = input_of(report, "other")
-        return divisor is not None and divisor.low <= 0 <= divisor.high
+    elif _op_starts_with(report, "reciprocal"):
+        divisor = input_of(report, "self")
+    return divisor is not None and not divisor.low <= 0 <= divisor.high
+
+
+def _is_at_a_pole(report: NonfiniteReport) -> bool:
+    """Whether an input alone, such as a zero, makes the result infinite, in any precision."""
+    if _op_starts_with(report, *_ONLY_AT_POLES):
+        return True
+    for op, name in _DIVISOR_NAMES.items():
+        if _op_starts_with(report, op):
+            divisor = input_of(report, name)
+            return divisor is not None and divisor.low <= 0 <= divisor.high
     argument = input_of(report, "self")
     may_be_zero = argument is not None and argument.low <= 0
     if _op_starts_with(report, "pow"):

@@ -44,7 +44,7 @@ BACKWARD = {
         "the backward pass of log1p at -1",
         "The derivative of log1p is infinite at -1. Use torch.log1p(x.clamp_min(-0.99)).",
     ),
-    "log": nonfinite_remedy(
+    "logbackward log2backward log10backward": nonfinite_remedy(
         "backward.log",
         "the backward pass of a logarithm at 0",
         "The derivative of log is infinite at 0. Use torch.log(x.clamp_min(1e-4)). If a "
@@ -57,7 +57,7 @@ BACKWARD = {
         "The divisor is nearly 0, so the derivative is very large. If b is not negative, use a / "
         "(b + 1e-2) in fp16.",
     ),
-    "linalg": nonfinite_remedy(
+    "linalgeig linalgsvd": nonfinite_remedy(
         "backward.linalg",
         "the backward pass of a decomposition with equal eigenvalues or singular values",
         "The derivative is undefined at equal eigenvalues or singular values. Add different "
@@ -99,9 +99,9 @@ FORWARD = {
     ),
     "xlogy": nonfinite_remedy(
         "xlogy",
-        "xlogy of a negative second argument",
-        "The second argument of xlogy is negative, so its logarithm is NaN. Clamp the second "
-        "argument.",
+        "xlogy of a second argument that is 0 or negative",
+        "The second argument of xlogy is 0 or negative, so its logarithm is -inf or NaN. Clamp the "
+        "second argument.",
     ),
     "div": nonfinite_remedy(
         "div",
@@ -168,7 +168,7 @@ FORWARD = {
     "to_copy": nonfinite_remedy(
         "cast",
         "a value that does not fit the dtype that it is cast to",
-        "The value does not fit the dtype that it is cast to. Clamp the value before the cast, or "
-        "use bf16.",
+        "The value does not fit the dtype that it is cast to. Clamp the value before the cast. "
+        "Instead of fp16, you can also use bf16.",
     ),
 }

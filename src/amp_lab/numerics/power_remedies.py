@@ -39,7 +39,7 @@ _TOO_LARGE = remedy(
     "The power is too large even for fp32. Use x.clamp(-1e3, 1e3) ** p, with a limit that suits "
     "p. Use the same limit on both sides, because the values may have both signs.",
 )
-_EXPONENT = remedy(
+EXPONENT = remedy(
     "nonfinite.pow.exponent",
     "a number is raised to exponents that are too large",
     "The exponent is too large: 2 ** x overflows in fp16 from x = 16 on, and in fp32 and bf16 "
@@ -48,11 +48,11 @@ _EXPONENT = remedy(
 )
 BOTH_SIGNS = remedy(
     "nonfinite.both_signs",
-    "a division by numbers near 0 of both signs, or a negative power of them",
-    "The divisor x is 0 or nearly 0, and has values of both signs. Move each value away from 0 "
-    "and keep its sign: use torch.where(x < 0, x.clamp_max(-1e-2), x.clamp_min(1e-2)) instead of "
-    "x. Do not use clamp_min alone, which changes every negative value. Do not add an eps, which "
-    "makes some negative values 0.",
+    "a division by numbers near 0 that may be negative, or a negative power of them",
+    "The divisor x is 0 or nearly 0, and some of its values are negative. Move each value away "
+    "from 0 and keep its sign: use torch.where(x < 0, x.clamp_max(-1e-2), x.clamp_min(1e-2)) "
+    "instead of x. Do not use clamp_min alone, which changes every negative value. Do not add an "
+    "eps, which moves negative values towards 0.",
 )
 
 
@@ -60,7 +60,7 @@ def remedy_for_power(report: NonfiniteReport) -> Remedy:
     """The remedy for a power in a forward pass."""
     base = input_of(report, "self")
     if base is None and input_of(report, "exponent") is not None:  # as in 2 ** x
-        return _EXPONENT
+        return EXPONENT
     if report.value.nan:
         return _FRACTION
     if _smallest_exponent(report) < 0:

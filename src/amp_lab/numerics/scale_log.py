@@ -13,9 +13,9 @@ from amp_lab.numerics.error_notes import add_note
 
 _BELOW_ONE = remedy(
     "scale_log.below_one",
-    "the loss scale fell below 1",
-    "A scale below 1 means that gradients overflow even without scaling. Use find_nonfinite to "
-    "find the op",
+    "a step was skipped at a loss scale of 1 or less",
+    "A step was skipped at a scale of 1 or less, so gradients are inf or NaN even without scaling. "
+    "Use find_nonfinite to find the op",
     failure="AMP0002",
 )
 
@@ -179,12 +179,13 @@ class ScaleLog:
         scales = self.scales
         if not scales:
             return "ScaleLog: no steps yet"
-        text = f"ScaleLog: {plural(len(scales), 'step')}, {len(self.skipped)} skipped"
+        skipped = self.skipped
+        text = f"ScaleLog: {plural(len(scales), 'step')}, {len(skipped)} skipped"
         if not self._scaler.is_enabled():
             return f"{text}. The scaler is disabled"
         low = min(scales)
         text += f". Scale: first {scales[0]:g}, last {scales[-1]:g}, lowest {low:g}"
-        if low < 1:
+        if any(scales[step] <= 1 for step in skipped):
             text += f". {_BELOW_ONE.text}"
         return text
 

@@ -12,7 +12,7 @@ from torch.autograd.graph import Node
 from amp_lab.core.errors import NumericsError, first_line
 from amp_lab.core.remedies import remedy
 from amp_lab.core.report import Printed, Table, listed, percent
-from amp_lab.numerics.gradient_histogram import GradientCount, log2_of, together
+from amp_lab.numerics.gradient_histogram import KEEP, GradientCount, log2_of, together
 from amp_lab.numerics.stored_parts import is_sharded
 from amp_lab.tracing.backward import nodes_below
 
@@ -35,6 +35,13 @@ _NO_SCALE = remedy(
     "the gradients span more than fp16's range, whatever the loss scale",
     "No loss scale keeps 99.9 % of the values without overflow. The largest scale without "
     "overflow, {high}, loses {lost:.2g} %. Use bf16, which has the range for all values.",
+    failure="AMP0003",
+)
+_SCALE_BELOW_ONE = remedy(
+    "underflow.scale_below_one",
+    "gradients overflow in fp16 at a loss scale of 1, and a smaller scale keeps them",
+    "A loss scale of {high} keeps 99.9 % of all values, and no value overflows. At a larger scale, "
+    "some values overflow.",
     failure="AMP0003",
 )
 _NONFINITE = remedy(
@@ -216,9 +223,12 @@ class UnderflowReport(Printed):
             return []
         low = _power(smallest)
         high = _power(largest)
+        lost = self.total.lost(largest)
         if smallest <= largest:
             return [_SCALE.sentence(low=low, high=high)]
-        return [_NO_SCALE.sentence(high=high, lost=100 * self.total.lost(largest))]
+        if lost <= 1 - KEEP:  # a scale below 1
+            return [_SCALE_BELOW_ONE.sentence(high=high)]
+        return [_NO_SCALE.sentence(high=high, lost=100 * lost)]
 
 
 def gradient_underflow(
