@@ -81,7 +81,7 @@ def test_for_a_device_that_is_not_here_it_forecasts(models, capsys):
 def test_for_a_gpu_its_memory_is_the_budget(models, capsys):
     assert main(["advise", "my_nets:mlp", *INPUT, "--for", "rtx-4090"]) == 0
     out = capsys.readouterr().out
-    assert "on RTX 4090: a forecast, because this machine has no such GPU" in out
+    assert "on RTX 4090: a forecast, without a run on this GPU" in out
     assert (
         "On RTX 4090, matmuls in these formats are faster than in fp32: tf32, bf16, fp16, fp8."
         in out

@@ -164,6 +164,15 @@ def test_where_no_loss_scale_keeps_them_bf16_does():
     assert torch.tensor(gradients).bfloat16().isfinite().all()
 
 
+def test_gradients_beyond_fp16_get_a_scale_below_1_and_zeros_no_remark():
+    scale, said = remarks_of(1e6, 2e6)
+    assert scale < 1
+    assert says("advise.first_loss_scale", said)
+    assert not says("advise.no_loss_scale", said)
+    assert (torch.tensor([1e6, 2e6]) * scale).half().isfinite().all()
+    assert remarks_of(0.0, 0.0) == (2.0**16, "")
+
+
 def test_of_a_model_that_is_fp16_by_itself_no_share_and_no_range_is_told():
     class Halved(Weights):
         def forward(self, x):

@@ -61,8 +61,8 @@ def run_baseline(
     checks[TRAINING] = learning.check
     if not learning.learns:
         watch.append(
-            "In fp32, the loss does not fall in these few steps, so only the first losses are "
-            "compared."
+            "In fp32, the loss does not fall by more than 5 % in these few steps, so of the losses "
+            "only the first are compared."
         )
     if learning.noise > CHAOTIC:
         watch.append(

@@ -16,7 +16,7 @@ from amp_lab.core.remedies import remedy
 from amp_lab.core.timing import measure
 from amp_lab.model_call import ModelCall
 from amp_lab.numerics import gradient_underflow, largest_values
-from amp_lab.numerics.gradient_histogram import GradientCount, together
+from amp_lab.numerics.gradient_histogram import KEEP, GradientCount, together
 from amp_lab.recipes import (
     DEFAULT_SCALE,
     INFERENCE,
@@ -165,7 +165,7 @@ class Learning:
         """Record in a trained candidate how far it is from fp32, and a reason if it is too far."""
         losses = candidate.losses
         if not losses:
-            candidate.reason = "all gradients overflow in step 1"
+            candidate.reason = "some gradients are inf or NaN at each loss scale that was tried"
             return
         if not math.isfinite(losses[-1]):
             candidate.reason = f"the loss is {losses[-1]} in step {len(losses)}"
@@ -317,8 +317,12 @@ def choose_loss_scale(call: ModelCall, device: torch.device) -> Fp16Scaling:
     total = together("", rows)
     smallest = total.smallest_scale
     largest = total.largest_scale
-    if smallest is None or largest is None or smallest > largest:
-        return Fp16Scaling(DEFAULT_SCALE, [*remarks, _NO_LOSS_SCALE.text])
+    if largest is None:  # all gradients are zero
+        return Fp16Scaling(DEFAULT_SCALE, remarks)
+    if smallest is None or smallest > largest:
+        if total.lost(largest) > 1 - KEEP:
+            return Fp16Scaling(DEFAULT_SCALE, [*remarks, _NO_LOSS_SCALE.text])
+        smallest = largest  # the gradients need a scale below 1
     # An eighth of the largest scale, so that the gradients may grow eightfold in training.
     scale = max(smallest, min(DEFAULT_SCALE, largest / 8))
     return Fp16Scaling(scale, [*remarks, _FIRST_LOSS_SCALE.sentence(scale=scale)])
@@ -331,7 +335,9 @@ def _overflow_remarks(step: Step) -> list[str]:
     remarks = []
     for name, value in largest.items():
         if value > limit:
-            remarks.append(f"fp16 overflows: values in {name or 'the model'} reach {value:.3g}.")
+            remarks.append(
+                f"fp16 ends at {limit:g}, but values in {name or 'the model'} reach {value:.3g}."
+            )
     return remarks[:3]
 
 
@@ -345,7 +351,7 @@ def _underflow_remarks(rows: Sequence[GradientCount]) -> list[str]:
     for row in sorted(rows, key=lost_share, reverse=True)[:3]:
         lost = lost_share(row)
         if lost > 0.01:
-            share = f"{lost:.0%} of the gradient values of {row.layer or 'the model'}"
+            share = f"{lost:.0%} of the nonzero gradient values of {row.layer or 'the model'}"
             remarks.append(f"Without a loss scale, fp16 loses {share} ({row.what}).")
     return remarks
 

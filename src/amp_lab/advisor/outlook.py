@@ -141,10 +141,7 @@ def forecast(call: ModelCall, outlook: Outlook, gpu: Gpu) -> Advice:
     watch += outlook.decisions
     for precision, report in outlook.xrays.items():
         watch += [f"{precision}: {line}" for line in report.advice]
-    title = (
-        f"{type(call.model).__name__} on {gpu.name}: a forecast, because this machine has no "
-        "such GPU"
-    )
+    title = f"{type(call.model).__name__} on {gpu.name}: a forecast, without a run on this GPU"
     return Advice(title, candidates, chosen={}, programs={}, watch=watch)
 
 

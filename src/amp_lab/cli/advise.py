@@ -40,7 +40,7 @@ def add(commands) -> None:
         type=float,
         default=2.0,
         metavar="N",
-        help="time limit for the measurement, in minutes (default: 2)",
+        help="about how many minutes to measure (default: 2)",
     )
     option("--memory", metavar="SIZE", help="memory budget, such as 24GiB")
     option("--html", metavar="FILE", help="also write the advice to a web page")
@@ -103,7 +103,7 @@ def _measured_advice(options: argparse.Namespace) -> "Advice":
 def _check_options(options: argparse.Namespace) -> None:
     """Raise `OptionError` for impossible options, and `RequirementError` without matplotlib."""
     if not 0 < options.minutes <= 1440:  # a day
-        raise OptionError(f"--minutes {options.minutes:g}: give a number above 0 and up to 1440")
+        raise OptionError(f"--minutes {options.minutes:.15g}: give a number above 0 and up to 1440")
     if options.html:  # fail now, and not after minutes
         require_matplotlib("advise --html")
         require_output(options.html)
