@@ -126,7 +126,7 @@ def test_a_model_is_compared_with_its_copy_in_16_bits_whatever_the_inputs_are_in
         assert errors[low] > 100 * errors["fp32"]
     names = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
     assert read["remarks"] == [
-        f"The inputs of {run} were cast to {form}, the dtype of its weights."
+        f"The floating-point inputs of {run} were cast to {form}, the dtype of its weights."
         for run, form in zip("AB", formats, strict=True)
         if form != names[given]
     ]
@@ -180,8 +180,9 @@ def test_as_json_and_drawn(capsys, tmp_path):
         (("net", "no_module"), "return an nn.Module"),
         (("determinant", "--precision", "fp16"), "at _linalg_det in '1' (Determinant)"),
         (("determinant", "--precision", "bf16"), "run B raises NotImplementedError: "),
-        (("net", "--batch-sizes", "4"), "give two sizes"),
-        (("net", "--batch-sizes", "4,4"), "give two sizes"),
+        (("net", "--batch-sizes", "4"), "give two different sizes"),
+        (("net", "--batch-sizes", "4,4"), "give two different sizes"),
+        (("net", "--batch-sizes", "a"), "give two different sizes"),
         (("net", "--batch-sizes", "4,8", "--compile"), "not both"),
         (("net", "changed", "--compile"), "leave out B"),
         (("net", "--precision", "bf16", "--same-weights"), "to a second model"),

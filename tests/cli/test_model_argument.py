@@ -207,7 +207,7 @@ TOWER = ("my_models:TwoTower", "--input", "int64:2,5<100", "--input", "2,8")
         (("my_models:TwoTower",), "for token ids --input 'int64:2,128<100'"),
         (("my_models:TwoTower", *X), "the model takes user, item: .* item=SIZES"),
         (("my_models:TwoTower", *X, "--input", "2,8"), "'user' is float32, .*embedding"),
-        (("my_models:TwoTower", *X, "--input", "2,8"), r"add --input int64:2,4 \('int64:2,4<100'"),
+        (("my_models:TwoTower", *X, "--input", "2,8"), r"give int64:2,4 \('int64:2,4<100'"),
         ((*TOWER[:2], "int64:2,5<101", *TOWER[3:]), "'user' has ids .* 100, .*embedding"),
         ((*TOWER[:4], "2,9"), r"user int64 \(2, 5\), item float32 \(2, 9\)"),
         ((*TOWER, "--input", "2,8"), "the model takes user, item"),
@@ -223,6 +223,7 @@ TOWER = ("my_models:TwoTower", "--input", "int64:2,5<100", "--input", "2,8")
         ((*TOWER, "--loss", "my_models:number"), "--loss .*type int: .*NAME"),
         ((*TOWER, "--loss", "torch.nn.functional:mse_loss"), "mse_loss.*output: TypeError"),
         ((*TOWER, "--timeout", "0"), "give a number of seconds above 0"),
+        ((*TOWER, "--timeout", "1e300"), r"a number of seconds above 0, up to \d+"),
         ((*TOWER, "--input", ",".join("2" * 5000)), "has 5,000 sizes"),
     ],
 )

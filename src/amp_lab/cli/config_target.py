@@ -72,7 +72,7 @@ def _read(target: str, changes: dict[str, Any]) -> tuple[Any, Any]:
     if architecture is None:
         raise OptionError(
             f"{target!r}: transformers {transformers.__version__} has no class {class_name}; "
-            "install a version that has it"
+            "install a version that has it, or write a function that returns the model"
         )
     return config, architecture
 
@@ -99,7 +99,9 @@ def _load_config(target: str, changes: dict[str, Any]) -> tuple[Any, list[str]]:
         raise RequirementError(message) from None
     except (OSError, ValueError, TypeError, AttributeError) as error:
         problem = f"transformers cannot read the config ({first_line(error)})"
-        if not Path(target).exists():
-            problem = "the config is not on this disk; give the path of a config.json"
+        if isinstance(error, OSError) and not Path(target).exists():
+            problem = (
+                "the config is not on this disk, or not readable; give the path of a config.json"
+            )
         raise OptionError(f"{target!r}: {problem}") from error
     return config, [name for name in changes if name in unused]

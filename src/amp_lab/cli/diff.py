@@ -97,10 +97,13 @@ def _check_options(options: argparse.Namespace) -> tuple[int, ...] | None:
         raise OptionError("--same-weights copies weights to a second model: give B too")
     if not options.batch_sizes:
         return None
-    sizes = parse_shape(options.batch_sizes)
-    if len(sizes) != 2 or sizes[0] == sizes[1]:
-        raise OptionError(f"--batch-sizes {options.batch_sizes!r}: give two sizes such as 16,64")
-    return sizes
+    with contextlib.suppress(OptionError):
+        sizes = parse_shape(options.batch_sizes)
+        if len(sizes) == 2 and sizes[0] != sizes[1]:
+            return sizes
+    raise OptionError(
+        f"--batch-sizes {options.batch_sizes!r}: give two different sizes such as 16,64"
+    )
 
 
 def _run_both(options: argparse.Namespace, sizes: tuple[int, ...] | None) -> Any:
@@ -220,7 +223,8 @@ def _input_remarks(run: str, call: "ModelCall", precision: str | None) -> Iterat
 
     dtype = _input_dtype(call.model, precision)
     if any(_is_cast(tensor, dtype) for tensor in call.tensors):
-        yield f"The inputs of {run} were cast to {short_name(dtype)}, the dtype of its weights."
+        cast = f"cast to {short_name(dtype)}, the dtype of its weights"
+        yield f"The floating-point inputs of {run} were {cast}."
 
 
 def _make_run(call: "ModelCall", setting: _Setting) -> Callable[[], Any]:

@@ -87,7 +87,7 @@ def _read_end(stream: BinaryIO) -> bytes:
 def _decode(data: bytes, name: str) -> str:
     """The data as text; raises `OptionError` if they are binary. `name` is their file or stream."""
     if b"\0" in data:
-        raise OptionError(f"{name} is binary, not a log: give a text file")
+        raise OptionError(f"{name} is binary or UTF-16, which this command cannot read: give UTF-8")
     return data.decode("utf-8", errors="replace")
 
 

@@ -48,7 +48,7 @@ class InputSpec:
         memory = memory_bytes(torch.device("cpu"))
         if memory is not None and math.prod(self.shape) * dtype.itemsize > memory:
             raise OptionError(
-                f"an input of shape {self.shape} does not fit into the memory of this machine"
+                f"an input of shape {self.shape} needs more memory than this process may use"
             )
         if dtype.is_floating_point or dtype.is_complex:
             return torch.randn(self.shape, dtype=dtype, generator=generator)
@@ -207,16 +207,26 @@ def _parse_bound(text: str, limit: str, dtype: str) -> int:
     """
     if dtype not in _INTEGERS:
         raise OptionError(
-            f"--input {_quote(text)}: <{limit} needs a dtype of integers: give int64:{text}"
+            f"--input {_quote(text)}: <{limit} needs a dtype of integers: give {_as_int64(text)}"
         )
     digits = limit.strip()
     bound = 0
     if digits.isdecimal() and len(digits) < 20:  # 2^63 has 19; Python refuses thousands
         bound = int(digits)
-    if not 1 <= bound <= 2 ** _INTEGERS[dtype]:
-        what = f"a whole number from 1 to 2^{_INTEGERS[dtype]}"
+    most = 2 ** _INTEGERS[dtype]
+    what = f"a whole number from 1 to 2^{_INTEGERS[dtype]}"
+    if dtype == "int64":  # torch gets the bound itself as an int64
+        most -= 1
+        what += " - 1"
+    if not 1 <= bound <= most:
         raise OptionError(f"--input {_quote(text)}: <{_quote(limit)}: give {what}")
     return bound
+
+
+def _as_int64(text: str) -> str:
+    """The text of an ``--input`` with int64 as its dtype, before the shape and after the name."""
+    name, equals, rest = text.rpartition("=")
+    return f"{name}{equals}int64:{rest.rpartition(':')[2]}"
 
 
 def _quote(text: str) -> str:

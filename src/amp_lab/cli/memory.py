@@ -22,8 +22,8 @@ def add(commands) -> None:
     memory = commands.add_parser(
         "memory",
         help="forecast the memory that training or inference needs, on any device",
-        description="Forecast the memory of a training step in each precision. The table shows "
-        "whether the step fits into a GPU's memory, and the largest batch that fits. With --eval, "
+        description="Forecast the memory of a training step in each precision. With --for or "
+        "--memory, the table shows whether it fits, and the largest batch that fits. With --eval, "
         "forecast a forward pass under inference_mode: with autocast, with weights cast once, and "
         "with weights in int8 and int4. If the model returns a KV cache, the table includes it.",
     )

@@ -48,7 +48,7 @@ def require_memory(
         return
     sizes = f"{bytes_text(needed)}, but {device} has {bytes_text(available)}"
     run = "forward pass" if inference else "step"
-    raise OptionError(f"{what}: a {run} needs about {sizes}; try a smaller batch")
+    raise OptionError(f"{what}: a {run} needs about {sizes}; try a smaller batch or model")
 
 
 def _peak_bytes(call: "ModelCall", device_type: str, inference: bool) -> int:

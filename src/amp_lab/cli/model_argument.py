@@ -8,6 +8,7 @@ import ast
 import contextlib
 import dataclasses
 import functools
+import inspect
 import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -163,7 +164,10 @@ def _seconds(text: str) -> float:
     """The seconds that --timeout gives."""
     seconds = float(text)  # argparse says what is wrong with another text
     if not 0 < seconds <= threading.TIMEOUT_MAX:
-        raise argparse.ArgumentTypeError(f"{text!r}: give a number of seconds above 0")
+        most = f"{threading.TIMEOUT_MAX:.0f}"
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: give a number of seconds above 0, up to {most}"
+        )
     return seconds
 
 
@@ -367,12 +371,19 @@ def _require_inputs(call: "ModelCall") -> None:
     if call.args or call.kwargs:
         return
     needed = [p.name for p in arguments_of(call.model) if p.default is p.empty]
+    needed += [f"{p.name}=…" for p in _keyword_only(call.model) if p.default is p.empty]
     if not needed:
         return
     raise OptionError(
         f"{type(call.model).__name__} needs {', '.join(needed)}: add an --input for each, such as "
         f"--input 8,3,224,224 (for token ids --input {_ids_option(call.model)}), or give --batch"
     )
+
+
+def _keyword_only(model: "nn.Module") -> list[inspect.Parameter]:
+    """The arguments that a model takes by keyword alone."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    return [parameter for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
 
 
 def _ids_option(model: "nn.Module") -> str:
@@ -394,7 +405,8 @@ def _inputs_hint(call: "ModelCall", error: str) -> str:
     from amp_lab.core.report import dtype_name
     from amp_lab.model_call import arguments_of
 
-    takes = ", ".join(argument.name for argument in arguments_of(call.model))
+    arguments = [*arguments_of(call.model), *_keyword_only(call.model)]
+    takes = ", ".join(argument.name for argument in arguments)
     # Python's "forward() missing 2 required positional arguments: 'x' and 'mask'"
     missing = re.search(r"missing \d+ required .*arguments?: (.*)", error)
     if missing:

@@ -88,17 +88,21 @@ class Observer:
     def loss_left_out(self) -> str | None:
         """A remark if a missing loss changes the forecast, as for a language model; else None."""
         for name, shape in self._outputs:
-            if name and len(shape) == 0:  # a single number with a name, which may be the loss
-                has = f"the output has {name!r}"
-                return f"{has}: add --loss .{name}, or the whole output is differentiated"
+            if name and len(shape) == 0:  # a single number in the output, which may be the loss
+                option = "--loss PACKAGE.MODULE:CALLABLE"
+                if name.isidentifier():
+                    option = f"--loss .{name}"
+                return (
+                    f"the output has {name!r}: add {option}, or the whole output is differentiated"
+                )
         embeddings = [m for m in self._model.modules() if isinstance(m, nn.Embedding)]
         vocabulary_sizes = {embedding.num_embeddings for embedding in embeddings}
         for _, shape in self._outputs:
             if len(shape) > 2 and shape[-1] in vocabulary_sizes:  # (B, T, vocabulary)
                 return (
-                    f"the output has logits of {shape[-1]:,} tokens, but no loss is given. A loss "
-                    "needs at least as much memory as the logits, so fewer items fit than the "
-                    "table shows; add --loss PACKAGE.MODULE:CALLABLE or --loss .loss"
+                    f"the output has logits of {shape[-1]:,} tokens, but no loss is given. Cross "
+                    "entropy needs at least as much memory as the logits, so fewer items fit than "
+                    "the table shows; add --loss PACKAGE.MODULE:CALLABLE or --loss .loss"
                 )
         return None
 
@@ -136,12 +140,14 @@ class Observer:
         if ids.is_floating_point() or ids.dtype is torch.bool:
             sizes = ",".join(map(str, ids.shape))
             self.problem = (
-                f"{name!r} is {dtype_name(ids.dtype)}, but the {place} needs integers: add "
-                f"--input int64:{sizes} ('int64:{sizes}<{rows}' for random ids)"
+                f"{name!r} is {dtype_name(ids.dtype)}, but the {place} needs integers: give "
+                f"int64:{sizes} ('int64:{sizes}<{rows}' for random ids)"
             )
         elif below is not None and below > rows:
             most = f"{name!r} has ids up to {below - 1:,}"
-            self.problem = f"{most}, but the {place} has {rows:,} rows: give int64:…<{rows}"
+            self.problem = (
+                f"{most}, but the {place} has {rows:,} rows: give ids below {rows} (int64:…<{rows})"
+            )
 
     def _end(self, model: nn.Module, args: tuple, output: Any) -> None:
         """A hook after the model that notes the names and shapes of its outputs."""

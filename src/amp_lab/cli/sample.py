@@ -80,7 +80,7 @@ def _check(options: argparse.Namespace) -> None:
     if not 1 <= options.tokens <= 10**6:
         raise OptionError(f"--tokens {options.tokens} must be from 1 to 1,000,000")
     if options.temperature < 0 or not math.isfinite(options.temperature):
-        raise OptionError(f"--temperature {options.temperature} must be 0 or more")
+        raise OptionError(f"--temperature {options.temperature} must be finite, and 0 or more")
     if not 0 <= options.seed < 2**63:
         raise OptionError(f"--seed {options.seed} must be from 0 to 2^63 - 1")
     if options.precision not in list(Precision):

@@ -138,7 +138,8 @@ def _is_required(parameter: inspect.Parameter) -> bool:
 def _format_error(error: BaseException) -> str:
     """The error in a line, as the end of a sentence."""
     if isinstance(error, SystemExit):
-        return f"the code ends the process ({with_type(error)}): remove this call of exit"
+        cure = "remove the call that does, such as exit() or parse_args()"
+        return f"the code ends the process ({with_type(error)}): {cure}"
     return with_type(error)
 
 

@@ -201,7 +201,7 @@ class MemoryTable(ForecastTable):
     # Batches and the peak at each, by precision, for the plot.
     curves: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
     fixed_shapes: tuple[tuple[int, ...], ...] = ()  # of inputs that do not grow with the batch
-    loss_left_out: str | None = None  # why the forecast, made without a loss, is too low
+    loss_left_out: str | None = None  # why the forecast, made without a loss, may be too low
     ways_out: tuple[str, ...] = ()  # how to make the step smaller, if no precision fits
 
     def plot(self) -> Any:
@@ -230,7 +230,7 @@ class MemoryTable(ForecastTable):
         """The sentences below the table."""
         first = self.forecasts[0]
         if self.loss_left_out:
-            yield f"The forecast is too low: {self.loss_left_out}."
+            yield f"The forecast may be too low: {self.loss_left_out}."
         yield from super()._facts()
         yield "Not all parts are in memory at the same time, so they do not add up to the peak."
         if first.gradients:
