@@ -107,7 +107,7 @@ assert failure.code == "AMP0018"
 # | [The text or decision differs in bf16 or in another batch](17_language_model.ipynb#The-same-prompt,-another-text) `AMP0098` | another text or decision comes out in bf16, or in another batch |
 # | [A model that was trained in bf16 gives NaN in fp16](19_choose_your_precision.ipynb#Trained-in-bf16,-on-a-GPU-without-it) `AMP0100` | `` Casting torch.bfloat16 to torch.float16. `` |
 # | [SageAttention gives black images or video](08a_values.ipynb#The-loss-is-NaN-because-an-activation-exceeds-65504) `AMP0205` | black image or video with sage attention, fine with sdpa |
-# | [A 0-d fp32 tensor does not promote an fp16 tensor](02_autocast_dtypes.ipynb) `AMP0206` | multiplying a half tensor by a float scalar tensor gives inf |
+# | [A 0-d fp32 tensor does not promote an fp16 tensor with dimensions](02_autocast_dtypes.ipynb) `AMP0206` | multiplying a half tensor by a float scalar tensor gives inf |
 # | [GPTQ fails in its Cholesky decomposition or gives NaN](18_inference_and_export.ipynb) `AMP0207` | GPTQ: the input is not positive-definite |
 # | [The derivatives in a physics-informed loss are inf or 0 in fp16](../docs/other_models.md#why-is-the-loss-of-my-pinn-inf-or-0-in-fp16) `AMP0274` | a PINN has an infinite or NaN loss with amp, and is fine in fp32 |
 # | [MPS or an Intel GPU gives wrong values, noise or NaN, and the CPU is right](../docs/hardware.md#apple) `AMP0310` | the same model is right on the CPU and wrong on mps |
@@ -140,13 +140,13 @@ assert failure.code == "AMP0018"
 # | [A KL divergence or a ratio of probabilities is noisy in bf16](09_xray_your_model.ipynb#The-surprise-in-cross-entropy) `AMP0090` | the KL term is not 0 for two equal models in bf16 |
 # | [FP8 with a scale for each row gives NaN with LoRA](15_below_16_bits.ipynb#The-values-that-share-a-scale) `AMP0088` | FP8 with a scale for each row gives NaN with LoRA |
 # | [An FP8 KV cache makes long texts worse](../docs/quantized.md#how-accurate-is-an-fp8-kv-cache) `AMP0199` | vLLM with an fp8 KV cache prints garbled text for long prompts |
-# | [LoRA was merged into 4-bit weights](17_language_model.ipynb#What-merging-loses) `AMP0200` | `` module to 4-bit linear may get different generations due to rounding errors `` |
+# | [LoRA was merged into 4-bit or 8-bit weights](17_language_model.ipynb#What-merging-loses) `AMP0200` | `` module to 4-bit linear may get different generations due to rounding errors `` |
 # | [Small LoRA weights become zero when they are saved in fp16](01_number_formats.ipynb) `AMP0201` | a LoRA saved in fp16 has no effect |
 # | [Gradients are summed in bf16 over many ranks](11_scale_out.ipynb) `AMP0202` | training in bf16 is unstable with many GPUs and stable with few |
 # | [Static FP8 scales come from too little calibration data](15_below_16_bits.ipynb) `AMP0203` | a statically quantized FP8 model is much less accurate than with dynamic scales |
 # | [The scale falls because gradients are not cleared after a skipped step](08b_learning.ipynb#The-loss-scale-falls-towards-0) `AMP0211` | scale halves in each step after one bad batch until it is 0, the next batches are fine |
 # | [The loss of a bf16 model comes in coarse steps](09_xray_your_model.ipynb#The-surprise-in-cross-entropy) `AMP0213` | cross entropy of bf16 logits is 4.75, 5.0 or 5.0625, never between |
-# | [Fine-tuning is worse since transformers 5, which loads models in bf16](../docs/trainers.md#why-is-fine-tuning-worse-since-transformers-5) `AMP0262` | the same fine-tuning script has a higher loss after an update to transformers 5 |
+# | [Fine-tuning is worse since transformers 5, which loads many models in bf16](../docs/trainers.md#why-is-fine-tuning-worse-since-transformers-5) `AMP0262` | the same fine-tuning script has a higher loss after an update to transformers 5 |
 # | [A trainer keeps no fp32 master weights for a bf16 model](../docs/trainers.md#which-trainer-keeps-fp32-master-weights) `AMP0269` | where are the fp32 master weights in the Trainer, TRL, torchtune, Lightning or FSDP2 |
 # | [FP8 matmuls lose accuracy with use_fast_accum](15_below_16_bits.ipynb#Sums-in-14-bits-(optional)) `AMP0280` | the error of an fp8 matmul grows with K |
 # | [An FP8 checkpoint was cast to bf16 without its scales](../docs/quantized.md#how-do-i-convert-an-fp8-checkpoint-to-bf16) `AMP0282` | an fp8 checkpoint converted to bf16 with .to(torch.bfloat16) prints garbage |
@@ -155,7 +155,7 @@ assert failure.code == "AMP0018"
 # | [The temperature of a contrastive loss does not learn in bf16](../docs/other_models.md#what-needs-fp32-in-clip-and-other-contrastive-losses) `AMP0278` | `logit_scale` does not change in bf16 |
 # | [Batch norm's running statistics lag behind in 16 bits](16_low_precision_state.ipynb#Weights-in-bf16) `AMP0297` | evaluation is worse than training with batch norm and bf16-true |
 # | [A running sum or product (cumsum, cumprod) is inaccurate in 16 bits](08b_learning.ipynb#A-loss-summed-up-in-bf16-is-too-small) `AMP0300` | cumsum of a mask in bf16 gives equal positions |
-# | [Sums by index (index_add, embedding, h[index]) stop at 256 in bf16](08b_learning.ipynb#A-loss-summed-up-in-bf16-is-too-small) `AMP0304` | index_add_ or index_put_ with accumulate=True in bf16 stops at 256 |
+# | [Sums by index (index_add, embedding, h[index]) stop at 256 in bf16 on a CPU](08b_learning.ipynb#A-loss-summed-up-in-bf16-is-too-small) `AMP0304` | index_add_ or index_put_ with accumulate=True in bf16 stops at 256 |
 #
 # ### Repair errors of the GradScaler
 #

@@ -177,6 +177,10 @@ def test_a_16_bit_image_and_a_batch_without_labels_give_inf_and_nan():
     """AMP0112."""
     image = torch.tensor([[65535.0, 1200.0]])
     assert image.half().isinf().tolist() == [[True, False]]
+    assert torch.tensor([65519.0, 65520.0]).half().tolist() == [65504, torch.inf]
+    with torch.autocast("cpu", torch.float16):
+        assert nn.Linear(2, 2)(image).dtype is torch.float16
+        assert nn.Linear(2, 2).double()(image.double()).dtype is torch.float64  # is not cast
     assert (image / 65535).half().isfinite().all()
     stored = torch.tensor([0, 65535], dtype=torch.uint16)
     assert stored.isfinite().all()
@@ -196,7 +200,9 @@ def test_the_ctc_loss_of_a_target_that_is_too_long_is_infinite_in_fp32():
         return F.ctc_loss(log_probabilities, torch.tensor([target]), *lengths, **options)
 
     assert loss(2, [1, 2]).isfinite()
-    assert loss(2, [1, 1]).isinf()  # one more step for the repeated label
+    assert loss(2, [1, 1]).isinf()  # one more step for two equal labels in a row
+    assert loss(3, [1, 1]).isfinite()
+    assert loss(3, [1, 2, 1]).isfinite()
     assert loss(2, [1, 2, 1]).isinf()
     assert loss(2, [1, 1], zero_infinity=True) == 0
     logits = torch.full((2, 1, 3), 1e5).half().float().requires_grad_()  # infinite in fp16
@@ -205,6 +211,8 @@ def test_the_ctc_loss_of_a_target_that_is_too_long_is_infinite_in_fp32():
         logits.log_softmax(-1), torch.tensor([[1]]), *lengths, zero_infinity=True
     )
     assert overflowed.isnan()
+    one_negative = torch.tensor([0.0, 0.0, -1e5]).half().float().expand(2, 1, 3)
+    assert F.ctc_loss(one_negative.log_softmax(-1), torch.tensor([[1]]), *lengths).isfinite()
     with (
         pytest.warns(UserWarning, match="Error detected|Anomaly Detection"),
         pytest.raises(
@@ -226,6 +234,7 @@ def test_close_numbers_are_one_number_of_bf16():
     assert stretch(close).isfinite().all()
     assert stretch(close.half()).isfinite().all()
     assert stretch(close.bfloat16()).isnan().all()
+    assert torch.tensor([1.004, 1.0117]).bfloat16().diff() == 0  # 0.77 % apart
 
 
 def test_the_trainer_logs_a_loss_of_0_where_it_is_nan(tmp_path):
@@ -312,6 +321,8 @@ def test_a_sum_in_fp16_overflows_where_a_mean_does_not():
     x = torch.ones(100_000).half()
     assert (x.sum() / x.numel()).isinf()
     assert x.sum(dtype=torch.float32) == 100_000
+    assert torch.tensor([65504.0, 15.0]).half().sum() == 65504
+    assert torch.tensor([65504.0, 16.0]).half().sum().isinf()
     assert x.mean() == 1
     logits = torch.zeros(1, 50_000).half()
     assert logits.log_softmax(-1).sum(-1).isinf()  # as in label smoothing
@@ -327,6 +338,7 @@ def test_a_tensor_without_dimensions_keeps_the_result_in_fp16():
     assert (low * large).dtype is torch.float16
     assert (low * large).isinf().all()
     assert (low.float() * large).tolist() == [65536, 65536]
+    assert (low[0] * large).dtype is torch.float32  # neither has dimensions
 
 
 def test_clipping_spreads_a_nan_to_all_gradients():

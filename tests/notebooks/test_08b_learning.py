@@ -145,6 +145,7 @@ def test_timesteps_and_a_noise_schedule_in_bf16():
     assert (1 - schedule).sqrt().bfloat16()[0] > 0
     none = 1 - schedule.bfloat16()[0]
     assert (none / none).isnan()
+    assert (1 / none).isinf()
 
 
 class BoxMask(nn.Module):
@@ -289,6 +290,7 @@ def test_the_loss_of_bf16_logits_is_bf16_without_autocast():
     logits, target = torch.tensor([[0.0, 6.001]]).bfloat16(), torch.tensor([0])
     assert F.cross_entropy(logits, target).dtype is torch.bfloat16
     assert F.cross_entropy(logits.float(), target).dtype is torch.float32
+    assert F.cross_entropy(logits, torch.ones(1, 2)).dtype is torch.float32  # no class indices
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert F.cross_entropy(logits, target).dtype is torch.float32
     assert torch.tensor(4.0).bfloat16() + 2**-5 == torch.tensor(4.0 + 2**-5)
@@ -352,6 +354,9 @@ def test_sums_by_index_stop_where_the_next_integer_is_missing(dtype, end):
     h = torch.zeros(2, dtype=dtype, requires_grad=True)
     h[index].sum().backward()
     assert h.grad[0] == end
+    rows = torch.zeros(2, 3, dtype=dtype, requires_grad=True)
+    rows[index].sum().backward()
+    assert (rows.grad[0] == end).all()
     embedding = nn.Embedding(2, 1, dtype=dtype)
     embedding(index).sum().backward()
     assert embedding.weight.grad[0] == end
