@@ -201,6 +201,13 @@ def test_true_in_a_mask_attends_in_one_function_and_ignores_in_the_other():
     short = x[:, :2]
     output = F.scaled_dot_product_attention(x, x, x, attn_mask=mask.bool())[:, :2]
     torch.testing.assert_close(output, F.scaled_dot_product_attention(short, short, short))
+    tokens, heads = torch.tensor([[1, 1, 0], [1, 1, 1]]), torch.randn(2, 1, 3, 4)
+    output = F.scaled_dot_product_attention(
+        heads, heads, heads, attn_mask=tokens.bool()[:, None, None]
+    )
+    short_heads = heads[:1, :, :2]
+    alone = F.scaled_dot_product_attention(short_heads, short_heads, short_heads)
+    torch.testing.assert_close(output[:1, :, :2], alone)
     attention = nn.MultiheadAttention(4, 2, batch_first=True)
     output = attention(x, x, x, key_padding_mask=mask == 0)[0][:, :2]
     torch.testing.assert_close(output, attention(short, short, short)[0])
@@ -335,6 +342,10 @@ def test_a_weight_takes_a_gradient_of_its_own_dtype_or_of_the_one_it_is_told():
     weight.grad_dtype = FP32
     weight.grad = torch.ones(1)
     assert (master.grad.dtype, weight.grad.dtype) == (FP32, FP32)
+    torch.optim.SGD([weight], lr=0.5).step()
+    assert weight.item() == 0.5
+    with pytest.raises(RuntimeError, match="expected dtype c10::Half"):
+        torch.optim.Adam([weight]).step()
 
 
 def test_a_bias_in_fp32_that_is_added_to_a_matmul_raises_its_dtype():

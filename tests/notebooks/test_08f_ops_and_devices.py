@@ -266,6 +266,9 @@ def test_rotary_embeddings_in_half_precision_multiply_in_complex64():
         torch.set_warn_always(False)
     with pytest.raises(RuntimeError, match="ComplexHalf"):
         half @ half.mT
+    with torch.autocast("cpu", dtype=BF16):
+        pairs = query.bfloat16().unflatten(-1, (-1, 2))
+        assert torch.view_as_complex(pairs).dtype is torch.complex64
     with pytest.raises(RuntimeError, match="BFloat16"):
         torch.view_as_complex(query.bfloat16().unflatten(-1, (-1, 2)))
     for low in (query, query.bfloat16()):
