@@ -6,6 +6,7 @@ import os
 import warnings
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -104,8 +105,12 @@ def test_without_fullgraph_the_class_around_autocast_is_not_compiled():
         graphs.append([node for node in graph.graph.nodes if node.op == "call_function"])
         return graph.forward
 
-    assert torch.compile(product_in(TorchAutocast), backend=backend)(x).dtype is BF16
+    product = product_in(TorchAutocast)
+    assert torch.compile(lambda x: product(x + 1), backend=backend)(x).dtype is BF16
     assert not any("matmul" in str(node.target) for graph in graphs for node in graph)
+    graphs.clear()
+    assert torch.compile(product, backend=backend)(x).dtype is BF16
+    assert not graphs
 
 
 def square_over(x):
@@ -180,6 +185,16 @@ def test_traced_under_autocast_a_shared_weight_is_a_constant():
 
     assert code_of(f"RuntimeError: {message_of(trace)}") == "AMP0082"
     assert trace(cache_enabled=False)(x).dtype is BF16
+
+
+def test_the_check_of_a_trace_uses_a_weight_again_in_the_autocast_block():
+    """AMP0082."""
+    layer = nn.Linear(2, 2)
+    with warnings.catch_warnings(action="ignore"), torch.autocast("cpu", BF16):
+        message = message_of(lambda: torch.jit.trace(layer, x))
+        assert code_of(f"RuntimeError: {message}") == "AMP0082"
+    with warnings.catch_warnings(action="ignore"), torch.autocast("cpu", BF16):
+        assert torch.jit.trace(layer, x, check_trace=False)(x).dtype is BF16
 
 
 # --- checkpointing ---
@@ -496,6 +511,15 @@ def test_a_batch_norm_takes_fp32_weights_from_opset_15_on(opset, is_refused):
         session_of(model, torch.randn(1, 2, 4), **how)
 
 
+class Added(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.p = nn.Parameter(torch.tensor(1.0), requires_grad=False)
+
+    def forward(self, x):
+        return x + self.p
+
+
 class Scaled(nn.Module):
     def __init__(self, casts):
         super().__init__()
@@ -508,8 +532,10 @@ class Scaled(nn.Module):
 
 def test_the_older_exporter_multiplies_bf16_by_a_scalar_wrongly():
     """AMP0084."""
-    message = message_of(lambda: session_of(Scaled(False), x.bfloat16(), newer=False, dtype=BF16))
-    assert code_of(f"RuntimeError: {message}") == "AMP0084"
+    how = {"newer": False, "dtype": BF16}
+    for model in (Scaled(False), Added()):
+        message = message_of(partial(session_of, model, x.bfloat16(), **how))
+        assert code_of(f"RuntimeError: {message}") == "AMP0084"
     with warnings.catch_warnings(action="ignore"):
         for model, newer in ((Scaled(True), False), (Scaled(False), True)):
             torch.onnx.export(model, (x.bfloat16(),), io.BytesIO(), dynamo=newer)
