@@ -337,6 +337,7 @@ assert failure.code == "AMP0018"
 # | [A CUDA graph refuses the cache of autocast](08h_compile_and_processes.ipynb#A-compiled-model-has-different-gradients) `AMP0079` | `` make_graphed_callables does not support the autocast caching. `` |
 # | [Checkpointing recomputes a tensor in another dtype](07_training_recipes.ipynb#Checkpoint-activations) `AMP0080` | `` Recomputed values for the following tensors have different metadata than during the forward pass… `` |
 # | [Apex is missing or has no amp](13_from_apex.ipynb) `AMP0188` | `` cannot import name 'amp' from 'apex' `` |
+# | [This torch is too old for torch.amp](13_from_apex.ipynb) `AMP0322` | `` module 'torch' has no attribute 'amp' `` |
 # | [One rank waits for another that skipped a step](../docs/trainers.md#how-do-i-skip-a-bad-batch-without-a-hang) `AMP0189` | `` Watchdog caught collective operation timeout `` |
 # | [The ranks send tensors of different dtypes](11_scale_out.ipynb#What-does-each-rank-send-and-hold?) `AMP0190` | `` Received data size doesn't match expected size. Is there a distributed collective mismatch in your code? `` |
 # | [NCCL or Gloo cannot send bf16 or FP8](11_scale_out.ipynb#What-does-each-rank-send-and-hold?) `AMP0321` | `` data type is not supported for NCCL process group `` |
