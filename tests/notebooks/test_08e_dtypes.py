@@ -262,8 +262,9 @@ def test_a_weight_times_its_scale_is_fp32_and_the_bias_is_not(weight):
         F.linear(x, product, bias)
     with torch.autocast("cpu", dtype=BF16):
         assert F.linear(x, product, bias).dtype is BF16
-        with pytest.raises(RuntimeError, match=r"self and mat2 .* but got BFloat16 and Double"):
-            F.linear(x, product.double(), bias)
+        for left, name in ((product.double(), "Double"), (product.to(torch.int8), "Char")):
+            with pytest.raises(RuntimeError, match=f"self and mat2 .* but got BFloat16 and {name}"):
+                F.linear(x, left, bias)
     assert F.linear(x, product.to(x.dtype), bias).dtype is BF16
     assert (torch.ones(2, 2).to(weight).to(x.dtype) * scale[0, 0]).dtype is BF16
 
@@ -346,6 +347,8 @@ def test_a_weight_takes_a_gradient_of_its_own_dtype_or_of_the_one_it_is_told():
     assert weight.item() == 0.5
     with pytest.raises(RuntimeError, match="expected dtype c10::Half"):
         torch.optim.Adam([weight]).step()
+    with pytest.raises(RuntimeError, match="expected scalar type Half but found Float"):
+        torch.optim.SGD([weight], fused=True).step()
 
 
 def test_a_bias_in_fp32_that_is_added_to_a_matmul_raises_its_dtype():
