@@ -257,7 +257,8 @@ def search_data() -> dict[str, Any]:
         "one_cause": _clues_file()["one_cause"]["messages"],
         "other_subjects": _clues_file()["other_subjects"]["messages"],
         "named": named(synonyms),
-        "described": described(synonyms),
+        "described": facts_of("described", synonyms),
+        "contradicted": facts_of("contradicted", synonyms),
         "questions": questions,
     }
 
@@ -288,10 +289,10 @@ def named(synonyms: dict[str, str]) -> dict[str, dict[str, list[str]]]:
     return found
 
 
-def described(synonyms: dict[str, str]) -> dict[str, list[list[list[str]]]]:
-    """The facts that point to a failure if they stand together, by its code."""
+def facts_of(table: str, synonyms: dict[str, str]) -> dict[str, list[list[list[str]]]]:
+    """The facts of a table of clues.toml that stand together, by the code of a failure."""
     found = {}
-    for code, descriptions in _clues_file()["described"].items():
+    for code, descriptions in _clues_file()[table].items():
         found[code] = [_parts(description, synonyms) for description in descriptions]
     return found
 

@@ -6,7 +6,7 @@ const AmpExplain = (() => {
   const MOST = 3, MAX_CHARACTERS = 1e6, LONGEST_QUESTION = 3000, LONGEST_MESSAGE = 400, LONGEST_CONTEXT = 6000, NUMBERS_OF_A_LOG = 4;
   const FACTS_OF_A_WINNER = 3, WORDS_OF_A_WINNER = 6, SHARE_OF_A_WINNER = 0.4, SHARE_OF_A_PRINTED_ERROR = 0.75, LONGEST_PHRASE = 3;
   const WORDS_OF_A_LONG_TEXT = 24, SHARE_OF_A_LONG_TEXT = 0.33, OPTIONS_OF_A_COMMAND = 4, LINES_OF_A_LOG = 2;
-  const COVERAGE = 0.3, NOT_NAMED = 0.75, DESCRIBED = 1.5, THREE_FACTS = 1.75;
+  const COVERAGE = 0.3, NOT_NAMED = 0.75, DESCRIBED = 1.5, THREE_FACTS = 1.75, CONTRADICTED = 0.7;
   const ERROR = /(?<![A-Za-z_.])[A-Za-z_.]*(?:Error|Exception)\b ?:/g;
   const PRINTED = /(?<![A-Za-z_.])[A-Za-z_.]*(?:Error|Exception|Warning|Unsupported)\b ?[:(]|\[E(?:\d{4})? /g;
   const LOG_LINE = /\b(?:INFO|WARNING|ERROR|DEBUG)\b|\[[IWE]\]|\b\d\d:\d\d:\d\d/g;
@@ -142,11 +142,17 @@ const AmpExplain = (() => {
     return new Set([...terms].map((term) => lunr.stemmer(new lunr.Token(term)).toString()));
   }
 
+  const isAbsent = (words) => words[0] === "!"; // the text must have none of the words after it
+
+  /** The lists of facts that stand in the text. */
+  function standing(lists, stems) {
+    const stands = (words) => words.some((word) => stems.has(word)) !== isAbsent(words);
+    return (lists ?? []).filter((facts) => facts.every(stands));
+  }
+
   /** How many facts that point to the failure stand together; 0 if no list is complete. */
   function factsTogether(code, stems, reference) {
-    const isAbsent = (words) => words[0] === "!"; // the text must have none of the words after it
-    const stands = (words) => words.some((word) => stems.has(word)) !== isAbsent(words);
-    const together = (reference.described[code] ?? []).filter((facts) => facts.every(stands));
+    const together = standing(reference.described[code], stems);
     return Math.max(0, ...together.map((facts) => facts.filter((words) => !isAbsent(words)).length));
   }
 
@@ -161,6 +167,7 @@ const AmpExplain = (() => {
       for (const { codes } of named) if (!codes.includes(ref)) own *= NOT_NAMED;
       const facts = factsTogether(ref, stems, reference);
       if (facts > 0) own *= facts > 2 ? THREE_FACTS : DESCRIBED;
+      if (standing(reference.contradicted[ref], stems).length) own *= CONTRADICTED;
       scores.set(ref, Math.round(own * 1e4));
     }
     return [...results].sort((a, b) => scores.get(b.ref) - scores.get(a.ref) || (a.ref < b.ref ? -1 : 1));

@@ -457,6 +457,15 @@ def test_facts_point_to_a_failure_only_if_they_stand_together():
     assert not is_described("AMP0033", {"slow", "tpu"}, reference)
 
 
+def test_a_failure_that_facts_speak_against_counts_less():
+    text = "training does not converge in fp16"
+    plain = dataclasses.replace(REFERENCE, named={}, described={}, contradicted={})
+    first = codes_of(text, plain)[0]
+    against = dataclasses.replace(plain, contradicted={first: [[["fp16"], ["!", "bf16"]]]})
+    assert codes_of(text, against)[0] != first
+    assert codes_of(f"{text} or bf16", against) == codes_of(f"{text} or bf16", plain)
+
+
 def test_a_fact_may_be_that_a_word_is_absent():
     facts = {"AMP0118": [[["bf16"], ["nan"], ["!", "fp16", "rocm"]]]}
     reference = dataclasses.replace(REFERENCE, described=facts)
@@ -498,6 +507,7 @@ def test_a_description_with_the_facts_of_a_failure_needs_no_word_of_the_subject(
 def test_the_words_of_the_clues_are_words_of_the_index():
     for name, named in REFERENCE.named.items():
         assert named["codes"], name
+    assert set(REFERENCE.contradicted) <= set(REFERENCE.failures)
     for code, descriptions in REFERENCE.described.items():
         assert code in REFERENCE.failures
         for facts in descriptions:

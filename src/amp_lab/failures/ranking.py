@@ -2,7 +2,8 @@
 
 The score of the index counts how well the words agree. Three things that it does not see decide
 between failures that share most of their words: how much of the description a failure covers, what
-the description names (a device, a framework, an op), and which facts stand together.
+the description names (a device, a framework, an op), and which facts stand together
+for a failure or against it.
 `site/explain/explain.js` ranks in the same way; a test compares the two.
 """
 
@@ -18,6 +19,7 @@ _COVERAGE = 0.3  # the power of the share of words; 0: the share does not count
 _NOT_NAMED = 0.75  # the factor for a failure that says nothing of what the description names
 _DESCRIBED = 1.5  # the factor for a failure of which two facts stand together in the description
 _THREE_FACTS = 1.75  # the factor for three facts, which are seldom together by chance
+_CONTRADICTED = 0.7  # the factor for a failure if facts stand that speak against it
 _ABSENT = "!"  # before the words of a fact that the text must not have
 
 
@@ -30,7 +32,7 @@ def ranked(
         question: The description.
         results: What lunr found: each with ``ref``, the code of a failure, ``score`` and
             ``match_data``.
-        reference: The reference with `named` and `described`.
+        reference: The reference with `named`, `described` and `contradicted`.
 
     Returns:
         The same results in another order; results of equal score by their code.
@@ -51,9 +53,11 @@ def ranked(
         for codes in codes_of_named:
             if code not in codes:
                 score *= _NOT_NAMED
-        facts = facts_together(code, stems, reference)
-        if facts > 0:
-            score *= _THREE_FACTS if facts > 2 else _DESCRIBED
+        together = facts_together(code, stems, reference)
+        if together > 0:
+            score *= _THREE_FACTS if together > 2 else _DESCRIBED
+        if any(_stand(facts, stems) for facts in reference.contradicted.get(code, [])):
+            score *= _CONTRADICTED
         scores[code] = score
     return sorted(results, key=lambda result: (-round(scores[result["ref"]], 4), result["ref"]))
 
@@ -67,10 +71,15 @@ def facts_together(code: str, stems: set[str], reference: "Reference") -> int:
     """How many facts that point to the failure stand together; 0 if no list is complete."""
     most = 0
     for facts in reference.described.get(code, []):
-        if all(_stands(words, stems) for words in facts):
+        if _stand(facts, stems):
             present = [words for words in facts if words[0] != _ABSENT]
             most = max(most, len(present))
     return most
+
+
+def _stand(facts: list[list[str]], stems: set[str]) -> bool:
+    """Whether all facts of a list stand in the text."""
+    return all(_stands(words, stems) for words in facts)
 
 
 def _stands(words: list[str], stems: set[str]) -> bool:

@@ -91,6 +91,8 @@ class Reference:
     """By code, the facts that point to a failure when they stand together in a description: each
     is a list of parts, and each part a list of stems of which one is in the text. If a part begins
     with ``"!"``, none of its other stems is in the text."""
+    contradicted: dict[str, list[list[list[str]]]]
+    """By code, the facts that speak against a failure when they stand together; see `described`."""
 
     @functools.cached_property
     def index(self) -> Any:
@@ -135,6 +137,7 @@ def reference_from(data: dict[str, Any]) -> Reference:
         other_subjects=data.get("other_subjects", []),
         named=data["named"],
         described=data["described"],
+        contradicted=data["contradicted"],
     )
 
 
