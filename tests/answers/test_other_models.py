@@ -134,6 +134,9 @@ def test_a_sampling_grid_in_bf16_moves_samples():
     assert grid.dtype is torch.float32
     pixels = (grid - low.float()).abs().max() * 1024  # from -1 to 1 are 2,048 pixels
     assert pixels == pytest.approx(1.5, abs=0.1)
+    compiled = torch.compile(F.affine_grid, backend="aot_eager")
+    with torch.autocast("cpu", dtype=BF16):
+        assert compiled(theta, images.shape, align_corners=False).dtype is torch.float32
     cos, sin = math.cos(0.5), math.sin(0.5)
     for turned in ([[cos, -sin, 0.0], [sin, cos, 0.0]], [[1.0, 0.0, 0.1], [0.0, 1.0, -0.2]]):
         theta = torch.tensor([turned])
