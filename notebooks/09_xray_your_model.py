@@ -406,7 +406,7 @@ big_memory
 
 # %% [markdown]
 # The peak stays the same, because it is in the optimizer's step, which runs in fp32 in both columns. Each
-# parameter takes 4 bytes for the weight, 4 for the gradient and 8 for AdamW's state. On a GPU, AdamW
+# parameter takes 4 bytes for the weight, 4 for the gradient and 8 for AdamW's state. On CUDA and XPU, AdamW
 # updates [all parameters at once](https://docs.pytorch.org/docs/stable/generated/torch.optim.AdamW.html)
 # (`foreach`) and temporarily needs another 4 bytes for each.
 #

@@ -241,10 +241,16 @@ def save_casts(context, op, *args, **kwargs):
     return CheckpointPolicy.MUST_SAVE if is_cast else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def gradients_of_two_parts(cache_enabled: bool, selective: bool, inside: bool = False) -> None:
+def save_nothing(context, op, *args, **kwargs):
+    return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def gradients_of_two_parts(
+    cache_enabled: bool, selective: bool, inside: bool = False, policy=save_casts
+) -> None:
     """Two checkpointed parts with one weight; `inside` runs the backward pass in the block."""
     layer, x = nn.Linear(4, 4), torch.ones(2, 4, requires_grad=True)
-    contexts = partial(create_selective_checkpoint_contexts, save_casts)
+    contexts = partial(create_selective_checkpoint_contexts, policy)
     options = {"context_fn": contexts} if selective else {}
     with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=cache_enabled):
         hidden = checkpoint(layer, x, use_reentrant=False, **options)
@@ -263,6 +269,11 @@ def test_selective_checkpointing_misses_a_cast_that_autocast_had_cached():
     gradients_of_two_parts(cache_enabled=False, selective=True)
     gradients_of_two_parts(cache_enabled=True, selective=False)
     gradients_of_two_parts(cache_enabled=True, selective=True, inside=True)
+    if torch.__version__.startswith("2.11."):
+        gradients_of_two_parts(cache_enabled=True, selective=True, policy=save_nothing)
+    else:
+        with pytest.raises(RuntimeError, match="encountered during backward"):
+            gradients_of_two_parts(cache_enabled=True, selective=True, policy=save_nothing)
 
 
 class TwoMethods(nn.Module):
