@@ -38,7 +38,7 @@ def printed(capsys, *arguments: str) -> str:
 def test_it_prints_a_table_and_the_lines_and_draws_a_picture(capsys, tmp_path):
     out = printed(capsys, "my_net.py:net", *INPUT, "--steps", "3", "--figure", "errors.png")
     assert "Sequential, rehearsed on cpu" in out
-    assert "loss after 3 steps" in out
+    assert "loss in step 3" in out
     assert "convert_to_float8_training" in out
     assert (tmp_path / "errors.png").read_bytes().startswith(b"\x89PNG")
 
@@ -91,7 +91,7 @@ def test_for_inference_nothing_is_said_of_training(target, capsys):
 
 def test_steps_are_taken_without_eval_and_none_with_it(capsys):
     """What the refusal advises."""
-    assert "loss after 2 steps" in printed(capsys, "my_net.py:net", *INPUT, "--steps", "2")
+    assert "loss in step 2" in printed(capsys, "my_net.py:net", *INPUT, "--steps", "2")
     assert "error of the output" in printed(capsys, "my_net.py:net", *INPUT, "--eval")
 
 

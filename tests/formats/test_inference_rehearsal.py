@@ -373,7 +373,8 @@ def test_lines_that_need_a_gpu_are_printed_with_the_reason_why_they_were_not_run
     reasons = {
         "fp8": "only on an NVIDIA GPU of compute capability 8.9 or later, an AMD MI300 or MI350, "
         "or an XPU, and this model is on cpu",
-        "nvfp4": "kernels for NVFP4 inference run only on Blackwell",
+        "nvfp4": "kernels for NVFP4 inference run only on Blackwell, where this report does "
+        "not try them",
     }
     for form, reason in reasons.items():
         found = rehearse(model, *args, formats=(form,), **kwargs)

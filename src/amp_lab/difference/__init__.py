@@ -117,8 +117,8 @@ def compare_runs(
             )
         )
     if not growth:
-        raise NumericsError("there is nothing to compare: no op of run A runs in a module that "
-                            "has the same name in run B")  # fmt: skip
+        raise NumericsError("there is nothing to compare: no op of run A has the same name, and "
+                            "runs in a module of the same name, in run B")  # fmt: skip
     end_a = log_a.error_at_end
     end_b = log_b.error_at_end
     return RunComparison(

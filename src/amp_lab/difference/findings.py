@@ -47,8 +47,8 @@ _REASONS = {
     "nonfinite": "In {run}, the result of this op has {op.nonfinite}.",
     "precision": (
         "In {run}, the result of this op has an error of {size:.2g}, but the precision of the "
-        "runs explains only {predicted:.2g}. Either the op computes in a narrower format than "
-        "the rest of the run, or a cast to a wider format is missing."
+        "runs explains only {predicted:.2g}. The op computes in a narrower format than the rest "
+        "of the run, or a cast to a wider format is missing, or its kernel is inaccurate."
     ),
     "order": (
         "In exact arithmetic, both results are the same. The runs add the terms in another "
@@ -354,7 +354,10 @@ def _function_reason(
     leaves_b = alignment.b.leaves
     # Other weights are the most likely cause, then another op, then other arguments.
     for name in sorted({*record_a.leaves, *record_b.leaves}):
-        if not have_same_values(leaves_a.get(name), leaves_b.get(name)):
+        if name not in leaves_a or name not in leaves_b:
+            run = "A" if name in leaves_a else "B"
+            return f"{start}, because only {run} has {name!r}."
+        if not have_same_values(leaves_a[name], leaves_b[name]):
             return f"{start}, because the values of {name!r} differ between A and B."
     if record_a.op != record_b.op:
         return f"{start}, because A calls {record_a.op} and B calls {record_b.op}."

@@ -1,11 +1,12 @@
 """The results of `first_difference` and `compare_runs`, and how they are printed."""
 
+import math
 import textwrap
 from dataclasses import dataclass
 
 import torch
 
-from amp_lab.core.report import Printed, Table, short_name
+from amp_lab.core.report import Printed, Table, plural, short_name
 
 LARGE = 0.1
 """The relative error of a result from which on even the first digit may be wrong."""
@@ -49,6 +50,8 @@ class Difference(Printed):
         size = f"{self.size:.3g} of the result"
         if self.kind == "nonfinite":
             size = "not finite"
+        elif math.isnan(self.size):
+            size = "not measured"  # only one run has the op
         op_a = self.op_a or "no such op"
         op_b = self.op_b or "no such op"
         rows = [
@@ -108,8 +111,9 @@ class RunComparison(Printed):
 
     def _table(self) -> Table:
         """The printed text: how many ops were compared, and the finding or how errors grow."""
+        matched = plural(self.matched, self.unit.removesuffix("s"))
         caption = (
-            f"A ({self.format_a}) and B ({self.format_b}): {self.matched} {self.unit} in both, "
+            f"A ({self.format_a}) and B ({self.format_b}): {matched} in both, "
             f"{self.only_a} only in A, {self.only_b} only in B"
         )
         finding = str(self.first)

@@ -176,8 +176,8 @@ def _judge_for_gpu(reports: list[FormatReport], gpu: Gpu) -> list[str]:
             report.verdict = f"{gpu.name} has no matmuls in this format"
         elif report.layers and report.gain is None:
             reason = f"its rate on {gpu.name} is not known"
-            if not form.matmul:
-                reason = "no GPU in our table has matmuls in this format"
+            if not form.torchao:
+                reason = "this report has no formula for this format"
             remarks.append(f"{form.name}: no forecast, because {reason}.")
     return remarks
 
@@ -380,7 +380,7 @@ def _program(use: Use, form: str, layers: list[LayerReport], watch: list[str]) -
     if missing:
         kind = use.torchao.converted_kind(form)
         share = f"{missing} of {len(rehearsed)} layers"
-        watch.append(f"torchao's code converts only {kind}, so {share} stay in 16 bits.")
+        watch.append(f"torchao's code converts only {kind}, so {share} stay as they are.")
     if not converted:
         return ""
     left_out = []

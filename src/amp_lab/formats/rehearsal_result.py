@@ -87,7 +87,7 @@ class TrainingReport(FormatReport):
         if self.losses:
             if self._learns_as(bf16):
                 return "accurate enough"
-            return "its loss does not fall as in bf16"
+            return "its last loss differs from that of bf16"
         if abs(self.loss_off) <= max(_LOSS_OFF, _TIMES_BF16 * abs(bf16.loss_off)):
             return "accurate enough in one step"
         return f"its loss is off by {self.loss_off:+.0%}"
@@ -246,7 +246,7 @@ class TrainingRehearsal(Rehearsal):
             "error of the loss": [_loss_error_text(r) for r in self.formats],
         }
         if self.steps:
-            rows[f"loss after {self.steps} steps"] = [_loss_text(r) for r in self.formats]
+            rows[f"loss in step {self.steps}"] = [_loss_text(r) for r in self.formats]
         return rows
 
     def _facts(self) -> tuple[str, list[str]]:

@@ -118,7 +118,8 @@ def untried_reason(form: str, device: torch.device) -> str:
     if importlib.util.find_spec("torchao") is None:
         return "torchao is not installed"
     if form == "nvfp4":
-        return "torchao's kernels for NVFP4 training run only on Blackwell"
+        kernels = "torchao's kernels for NVFP4 training"
+        return f"{kernels} run only on Blackwell, where this report does not try them"
     return ""
 
 

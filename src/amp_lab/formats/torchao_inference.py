@@ -109,7 +109,8 @@ def untried_reason(form: str, device: torch.device) -> str:
     if importlib.util.find_spec("torchao") is None:
         return "torchao is not installed"
     if form == "nvfp4":
-        return "torchao's kernels for NVFP4 inference run only on Blackwell"
+        kernels = "torchao's kernels for NVFP4 inference"
+        return f"{kernels} run only on Blackwell, where this report does not try them"
     if format_of(form).torchao in _GRANULARITY and not _torchao_takes_fp8(device):
         gpus = "an NVIDIA GPU of compute capability 8.9 or later, an AMD MI300 or MI350, or an XPU"
         return (

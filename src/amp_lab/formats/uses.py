@@ -216,7 +216,7 @@ class Training(Use):
             report.loss_off = (loss - self._loss) / (abs(self._loss) or 1.0)  # no division by 0
             report.gradients_off = distance(gradients, self._gradients)
         # If even bf16 is 50 % off, the step is too sensitive to judge the other formats by.
-        if form == "bf16" and report.gradients_off > 0.5:
+        if form == "bf16" and report.gradients_off > 0.5 and not self._steps:
             self.remarks.append(_TRAIN.sentence(off=report.gradients_off))
         self._reports.append((report, choose_matmul))
         return report
