@@ -254,7 +254,7 @@ for picture in pictures.values():
 #   turn. Before and after each turn, it waits until the device has finished.
 # - Every second round runs in reverse order, so a drift of the machine affects all functions alike.
 # - It leaves out rounds that another program disturbs. If too few rounds remain, the result says
-#   *machine too busy*. Then stop the other program and run the cell again.
+#   *not reliable*. Then stop the other program and run the cell again.
 # - It computes the speed-up within each round, and reports the median with its 95 % interval in
 #   brackets. <!-- tests/core/test_timing.py -->
 #

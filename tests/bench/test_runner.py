@@ -254,7 +254,7 @@ def test_a_quick_run_ends_in_time_and_says_what_that_costs(toy, monkeypatch, und
     monkeypatch.setattr(runner, "_QUICK_S", 0.0)
     rows = toy(quick=True, rounds=None).rows
     assert {(row.rounds, row.trusted) for row in rows} == {(1, False)}
-    assert all(re.match("only 1 rounds were undisturbed .* 12 ", row.reason) for row in rows)
+    assert all(re.match("undisturbed rounds: 1 of 1, and 12 ", row.reason) for row in rows)
     assert {row.rounds for row in toy(rounds=None).rows} == {12}
 
 

@@ -510,3 +510,35 @@ def test_an_error_that_the_model_catches_is_not_the_one_that_ended_the_run():
         first_difference(in_halves(model), model, torch.randn(4, 4))
     assert re.search(r"ValueError: no determinant, .*itself \(Part\)", str(error.value))
     assert "_linalg_det" not in str(error.value)
+
+
+def test_an_overflow_of_fp32_is_not_taken_for_rounding():
+    class Exp(nn.Module):
+        def __init__(self, most):
+            super().__init__()
+            self.most = most
+
+        def forward(self, x):
+            return torch.exp(x.clamp(max=self.most))
+
+    found = first_difference(Exp(120.0), Exp(80.0), torch.linspace(0, 120, 8))
+    assert found.kind == "nonfinite"
+    assert "In A, the result of this op has inf" in found.reason
+
+
+def test_an_op_of_one_run_alone_has_no_size_and_a_weight_of_one_run_is_named():
+    class Scaled(nn.Module):
+        def __init__(self, name, value):
+            super().__init__()
+            self.name = name
+            self.register_parameter(name, nn.Parameter(torch.tensor(value)))
+
+        def forward(self, x):
+            return x * getattr(self, self.name)
+
+    x = torch.randn(4)
+    reason = first_difference(Scaled("a", 1.0), Scaled("b", 2.0), x).reason
+    assert "because only A has 'a'" in reason
+    shifted = nn.Sequential(nn.ReLU())
+    shifted.register_forward_hook(lambda module, args, output: output + 0.5)
+    assert "not measured" in str(first_difference(nn.Sequential(nn.ReLU()), shifted, x))

@@ -158,7 +158,7 @@ def test_what_is_not_trusted_is_hatched_in_grey_and_says_why(name):
     figure_of(name)(*arguments)
     axes = plt.gcf().axes
     texts = [" ".join(text.split()) for ax in axes for text in texts_of(ax)]
-    assert texts.count("machine too busy") == times
+    assert texts.count("not reliable") == times
     grey = to_rgb(style.UNTRUSTED["color"])
     drawn = [part for ax in axes for part in (*ax.patches, *ax.collections)]
     boxes = [part for part in drawn if part.get_hatch() == style.UNTRUSTED["hatch"]]

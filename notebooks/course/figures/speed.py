@@ -88,7 +88,7 @@ def time_by_kind(kinds: Mapping[str, Comparison]) -> Axes:
             milliseconds = seconds.times(1e3)
             text = ""
             is_first = i == 0
-            is_repeated = i > 1 and not times.trusted  # "machine too busy", said once is enough
+            is_repeated = i > 1 and not times.trusted  # "not reliable", said once is enough
             if not is_first and not is_repeated:
                 speedup = times.ratio(first, precision)
                 text = f"{speedup.median:.2f}x"

@@ -37,7 +37,7 @@ _FEWEST_ROUNDS = 14  # of a comparison: 12 are needed to trust it, and some are 
 _ROUNDS = 24  # of a comparison, which are enough
 _TOO_SLOW = "left out early"
 _SUCH_STEPS = "its steps take too long"
-_TOO_BUSY = "machine too busy"
+_TOO_BUSY = "not reliable"
 _WORTHWHILE = 0.97  # time of a step over the best one's, from which its changes are worth it
 # Shares of the whole time.
 _SHARE_OF_CHECKS = 0.2  # for all checks against fp32

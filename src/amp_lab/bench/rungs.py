@@ -228,7 +228,7 @@ def use_fp8(model: nn.Module, *, emulate: bool = False) -> nn.Module:
     try:
         float8 = importlib.import_module("torchao.float8")
     except ImportError as error:
-        message = "float8 needs torchao, which is in the dependency group bench: run pdm sync"
+        message = "float8 needs torchao: pip install torchao (in a checkout: pdm run sync)"
         raise OptionError(message) from error
     config = float8.Float8LinearConfig.from_recipe_name("rowwise")
     return float8.convert_to_float8_training(

@@ -25,8 +25,8 @@ def add(commands) -> None:
     workload = "workload to time; repeat the option for several (default: all)"
     option("--workload", action="append", metavar="NAME", help=workload)
     precision = (
-        "precision to time: fp32, tf32, fp16 or bf16; repeat the option for several (default: all "
-        "that the device accelerates)"
+        "precision to time: fp32, tf32, fp16 or bf16; repeat the option for several (default: "
+        "fp32, and all that the device accelerates)"
     )
     option("--precision", action="append", metavar="NAME", help=precision)
     rung = "optimization to time (see --list); repeat the option for several (default: all)"

@@ -153,4 +153,5 @@ def lstm_remarks() -> list[str]:
             failing.append(f"{name} (only in training)")
     if not failing:
         return []
-    return [f"nn.LSTM under autocast fails on this CPU in {' and in '.join(failing)}"]
+    dtypes = " and in ".join(failing)
+    return [f"nn.LSTM under autocast fails for fp32 inputs on this CPU in {dtypes}"]

@@ -126,9 +126,11 @@ def _checked_device(name: str, asked: str) -> torch.device:
     what the user gave, such as ``'cuda'`` or ``AMP_LAB_DEVICE='cuda'``.
     """
     if name in _ALSO_KNOWN_AS:
-        raise DeviceError(
-            f"{asked}: torch calls this device {_ALSO_KNOWN_AS[name]!r}; use that name"
-        )
+        torch_name = _ALSO_KNOWN_AS[name]
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        if name == "gpu" and accelerator is not None:
+            torch_name = accelerator.type
+        raise DeviceError(f"{asked}: torch calls this device {torch_name!r}; use that name")
     try:
         device = torch.device(name)
     except RuntimeError:
@@ -276,7 +278,8 @@ def _recommend(rates: dict[Precision, float | None]) -> tuple[Precision, str]:
             f"a TF32 matmul runs at {tf32:.2f}x the rate of fp32, and no other precision is faster"
         )
     return Precision.FP32, (
-        f"no other precision is measurably faster (bf16 {bf16:.2f}x, fp16 {fp16:.2f}x)"
+        f"no other precision is at least {ACCELERATED} times as fast as fp32 (bf16 {bf16:.2f}x, "
+        f"fp16 {fp16:.2f}x)"
     )
 
 

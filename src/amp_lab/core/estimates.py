@@ -46,7 +46,7 @@ class Ratio(Estimate):
         low, high = self.interval
         spread = f"{low:.2f}x to {high:.2f}x"
         if not self.trusted:  # in this order, so that it can stand before "as fast"
-            return f"{spread} (machine too busy)"
+            return f"{spread} (not reliable)"
         return f"{self.median:.2f}x ({spread})"
 
 

@@ -288,9 +288,7 @@ def _untrusted_reason(quiet: int, rounds: int) -> str:
     if 2 * quiet < rounds:
         return f"the machine was busy in {rounds - quiet} of {rounds} rounds"
     if quiet < _FEWEST_ROUNDS:
-        return (
-            f"only {quiet} rounds were undisturbed in the time given; {_FEWEST_ROUNDS} are needed"
-        )
+        return f"undisturbed rounds: {quiet} of {rounds}, and {_FEWEST_ROUNDS} are needed"
     return ""
 
 

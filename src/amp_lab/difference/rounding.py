@@ -103,7 +103,7 @@ def _terms_per_value(inputs: list[Tensor], result: Tensor) -> float:
 
 
 def without_masks(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-    """Return two tensors of one shape, with 0 where both have a mask, both inf, or both NaN.
+    """Return two tensors of one shape, with 0 where both have a mask, an inf, or a NaN.
 
     Both are returned in fp64 on the device of `right`. Complex tensors become pairs of real
     numbers, in a last dimension of 2.
@@ -114,7 +114,8 @@ def without_masks(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
     # to be far below all values, and for the other it is enough to be below -6e4.
     is_far_below = (left < -_LARGEST_VALUE) | (right < -_LARGEST_VALUE)
     are_low = (left < _LARGEST_MASK) & (right < _LARGEST_MASK)
-    are_high = (left > _LARGEST_VALUE) & (right > _LARGEST_VALUE)
+    has_one_overflow = left.isinf() ^ right.isinf()
+    are_high = (left > _LARGEST_VALUE) & (right > _LARGEST_VALUE) & ~has_one_overflow
     are_nan = left.isnan() & right.isnan()
     is_masked = (are_low & is_far_below) | are_high | are_nan
     if bool(is_masked.any()):

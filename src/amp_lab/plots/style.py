@@ -45,7 +45,7 @@ STRONG_GRID = "0.7"
 GRID = "0.9"
 OTHER = "0.75"
 # The text and options of values measured while the machine was busy, which are not results.
-BUSY = "machine too busy"
+BUSY = "not reliable"
 UNTRUSTED = {"color": "0.92", "hatch": "////", "edgecolor": "0.7"}
 _UNTRUSTED_BOX = {
     "facecolor": UNTRUSTED["color"],
