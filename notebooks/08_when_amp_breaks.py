@@ -358,7 +358,7 @@ assert failure.code == "AMP0018"
 # | [An exported model computes in another dtype than expected](18_inference_and_export.ipynb#Export) `AMP0099` | `` Parameter was initialized as DataType.… but set to DataType.… `` |
 # | [Flash attention gives different results with the same seed](17_language_model.ipynb) `AMP0208` | same seed, but the loss differs from run to run with flash attention |
 # | [A matmul in 16 bits differs between two GPU models](18_inference_and_export.ipynb#Which-decisions-change?) `AMP0209` | fp16 results on an A100 differ from those on a 3090 |
-# | [A Core ML model in fp16 gives wrong outputs](18_inference_and_export.ipynb#Export) `AMP0210` | the converted Core ML model is wrong or NaN on the neural engine |
+# | [A Core ML model in fp16 gives wrong outputs](18_inference_and_export.ipynb#Export) `AMP0210` | `` must have the same data type as the named input `` |
 # | [An fp16 ONNX model is slower than the fp32 model on a CPU](18_inference_and_export.ipynb#Export) `AMP0231` | the fp16 ONNX model takes two to four times as long as the fp32 model on a CPU |
 # | [CUDA graphs overwrite an output that you keep](../docs/compile_and_kernels.md#accessing-tensor-output-of-cudagraphs-that-has-been-overwritten) `AMP0250` | `` accessing tensor output of CUDAGraphs that has been overwritten by a subsequent run `` |
 # | [RMSNorm returns fp32 and is slower since torch 2.12](../docs/compile_and_kernels.md#why-is-rmsnorm-in-fp32-and-slower-since-torch-212) `AMP0251` | `` Mismatch dtype between input and weight: input dtype = …, weight dtype = …, Cannot dispatch to fused implementation. `` |

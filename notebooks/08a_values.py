@@ -582,6 +582,7 @@ assert model.eval()(x).isfinite()
 #
 # `AMP0008` <!-- failure
 # messages = ["Function '{name}' returned nan values in its {n}th output."]
+# quoted = ["returned nan values in its {n}th output"]
 # symptoms = [
 #   "set_detect_anomaly raises with AMP, without it training is fine",
 #   "backward returned nan values, but the loss is finite",
