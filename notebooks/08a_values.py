@@ -53,7 +53,7 @@ x = torch.tensor([[1.0, 2.0]])  # (1, 2), the input of most programs below
 #   "FloatingPointError: gradients are Nan/Inf", "contain Inf/NaN. Training has diverged",
 #   "found NaN in local grad norm", "in grad norm for bucket", "found NaN in local forward loss",
 #   "Loss is not finite", "Parameter is not finite: Parameter containing", "train_loss nan",
-#   "train loss : nan",
+#   "train loss : nan", "Detected inf/nan during batch_number={n}", "inf output[{n}]", "nan output[{n}]",
 # ]
 # symptoms = [
 #   "NaN from a later stage of the backbone in fp16, where qkv or the output was cast to float before",
