@@ -264,6 +264,11 @@ def test_what_a_cast_model_makes_inside_is_cast(layer, precision):
     assert checked(Sampler(layer, code)).verdict == ""
 
 
+def test_a_dtype_without_a_kernel_is_no_mix_of_dtypes():
+    assert session._mixes_dtypes(RuntimeError("expected scalar type Float but found BFloat16"))
+    assert not session._mixes_dtypes(NotImplementedError("Unsupported dtype BFloat16"))
+
+
 STEP = """
 import json
 from amp_lab.core.allocator import keep_memory, memory_taken

@@ -19,8 +19,8 @@ def add(commands) -> None:
         help="train an image classifier or a language model, and resume interrupted runs",
         description="Train a classifier of torchvision, or a GPT on text, in any precision. The "
         "command writes config.json, metrics.csv, loss.png, accuracy.png and checkpoint.pt to the "
-        "folder --out. To continue a run that was stopped or killed, use --resume: the result is "
-        "the same as without the interruption.",
+        "folder --out. To continue a run that was stopped or killed, use --resume: on a CPU, the "
+        "result is the same as without the interruption.",
     )
     heading = "settings of the run; with --resume, you can only increase --epochs"
     settings = parser.add_argument_group(heading)
