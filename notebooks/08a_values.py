@@ -286,6 +286,7 @@ assert v.grad.isnan().all()
 #   "Expected parameter logits (Tensor of shape {any}) of distribution Categorical(logits: {any}) to satisfy the constraint {any}, but found invalid values",
 # ]
 # quoted = [
+#   "next_tokens = torch.multinomial(probs, num_samples=1)",
 #   "Expected parameter probs (Tensor of shape {any}) of distribution Categorical(probs: {any}) to satisfy the constraint Simplex(), but found invalid values",
 #   "satisfy the constraint Simplex()",
 #   "invalid multinomial distribution (encountering probability entry = infinity or NaN)",

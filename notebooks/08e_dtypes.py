@@ -583,6 +583,7 @@ assert torch.tensor(1e5).bfloat16().half() == torch.inf  # why not to convert bf
 #   "expected scalar type Float but found Long", "expected scalar type Long but found Int",
 #   "expected target dtype to be Long or Byte, but got",
 #   "Expected object of scalar type Float but got scalar type Double",
+#   "Expected object of scalar type Long but got scalar type Float",
 #   "Input type (double) and bias type (c10::Half) should be the same",
 #   "Input type (unsigned char) and bias type (c10::Half) should be the same",
 #   "Input type (torch.cuda.DoubleTensor) and weight type (torch.cuda.FloatTensor) should be the same",
@@ -595,9 +596,8 @@ assert torch.tensor(1e5).bfloat16().half() == torch.inf  # why not to convert bf
 #   "a tensor from a numpy array or a pandas frame is double and the model float32",
 #   "torch.from_numpy gives float64 and the layer wants float32",
 #   "uint8 images do not go into a float32 model", "cross_entropy wants targets of dtype long",
-#   "autocast does not cast a float64 input",
 #   "a DataFrame column or np.array became torch.float64 and the linear layer wants float",
-#   "labels are int32 or float where cross_entropy wants long",
+#   "labels are int32 or float where cross_entropy wants long", "autocast does not cast float64",
 # ]
 # words = """
 # numpy pandas from_numpy torch.tensor double long byte uint8 int64 targets labels DataFrame

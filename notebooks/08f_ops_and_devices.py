@@ -530,7 +530,7 @@ assert weights.float().to(device).dtype is torch.float32
 #
 # `AMP0043` <!-- failure
 # quoted = [
-#   "FlashAttention only support fp16 and bf16 data type",
+#   "FlashAttention only support fp16 and bf16 data type", "assert qkv.dtype in [",
 #   "Expected q_dtype == torch::kFloat16", "cuDNN attention only supports float16 and bfloat16",
 # ]
 # symptoms = [

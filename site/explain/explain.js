@@ -8,7 +8,7 @@ const AmpExplain = (() => {
   const WORDS_OF_A_LONG_TEXT = 24, SHARE_OF_A_LONG_TEXT = 0.33, OPTIONS_OF_A_COMMAND = 4, LINES_OF_A_LOG = 2;
   const COVERAGE = 0.3, NOT_NAMED = 0.75, DESCRIBED = 1.5, THREE_FACTS = 1.75, CONTRADICTED = 0.7;
   const ERROR = /(?<![A-Za-z_.])[A-Za-z_.]*(?:Error|Exception)\b ?:/g;
-  const PRINTED = /(?<![A-Za-z_.])[A-Za-z_.]*(?:Error|Exception|Warning|Unsupported)\b ?[:(]|\[E(?:\d{4})? /g;
+  const PRINTED = /(?<![A-Za-z_.])(?<!raise )[A-Za-z_.]*(?:Error|Exception|Warning|Unsupported)\b ?[:(]|\[E(?:\d{4})? /g;
   const LOG_LINE = /\b(?:INFO|WARNING|ERROR|DEBUG)\b|\[[IWE]\]|\b\d\d:\d\d:\d\d/g;
   const OPTION = /(?<!\S)--?[a-zA-Z][\w-]*(?:[= ](?!-)\S+)?/g; // such as "--epochs 3"
   const LOGGED_NUMBER = /[\w/]+ ?[:=] ?-?\d[\w.:+-]*,?/g; // such as "lr: 1.0e-03" in a log

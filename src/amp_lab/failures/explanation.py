@@ -29,9 +29,11 @@ _SHARE_OF_A_PRINTED_ERROR = 0.75
 # chance. It is known if this share of its words are words of one failure, or if it has its facts.
 _WORDS_OF_A_LONG_TEXT = 24
 _SHARE_OF_A_LONG_TEXT = 0.33
-# The name of an error or a warning, or an error that C++ code of torch logs.
+# The name of an error or a warning, but not in code that raises it, or an error that C++ code of
+# torch logs.
 _PRINTED = re.compile(
-    r"(?<![A-Za-z_.])[A-Za-z_.]*(?:Error|Exception|Warning|Unsupported)\b ?[:(]|\[E(?:\d{4})? "
+    r"(?<![A-Za-z_.])(?<!raise )[A-Za-z_.]*(?:Error|Exception|Warning|Unsupported)\b ?[:(]"
+    r"|\[E(?:\d{4})? "
 )
 _ERROR = re.compile(r"(?<![A-Za-z_.])[A-Za-z_.]*(?:Error|Exception)\b ?:")
 _CODE = re.compile(r"(?<![A-Za-z0-9_])AMP[0-9]{4}(?![A-Za-z0-9_])", re.IGNORECASE)
