@@ -82,7 +82,7 @@ def full(value, dtype=torch.float32):
         (lambda x: torch.exp2(full(129.0)(x)), "in fp32 and bf16 from x = 128 on"),
         (lambda x: torch.atanh(full(1.0, torch.float16)(x)), "or the op is infinite at an input"),
         (lambda x: torch.logit(full(1.0, torch.float16)(x)), "logit is infinite at 0 and 1"),
-        (lambda x: torch.atanh(full(2.0)(x)), "is not defined at one of its inputs"),
+        (lambda x: torch.atanh(full(2.0)(x)), "is not defined at an input"),
         (lambda x: torch.xlogy(full(2.0)(x), full(0.0)(x)), "xlogy is 0 or negative"),
         (lambda x: full(3.4e38)(x).to(torch.bfloat16), "Clamp the value before the cast"),
     ],

@@ -192,14 +192,6 @@ def test_scales_that_serve():
     assert "none" in str(zeros)
 
 
-def test_gradients_beyond_fp16_are_kept_by_a_scale_below_1():
-    model = nn.Linear(4, 1)
-    report = gradient_underflow(model, (model(torch.ones(2, 4)) * 1e6).sum())
-    assert report.largest_scale == 2.0**-5
-    assert "A loss scale of 2^-5 keeps 99.9 % of all values" in str(report)
-    assert "No loss scale" not in str(report)
-
-
 def test_the_histogram_is_by_exponent():
     row = gradient_underflow(*weighted(torch.tensor([0.0, 1e-40, 1.0, 1.5, -2.0, 2.1]))).parameters
     assert row.histogram == {-127: 1, -1: 1, 0: 2, 1: 1}

@@ -17,7 +17,7 @@ from torch import nn
 
 from amp_lab import advise, rehearse, xray
 from amp_lab.advisor import session
-from amp_lab.advisor.candidates import Candidate
+from amp_lab.advisor.candidates import Candidate, mixes_dtypes
 from amp_lab.advisor.learning import choose_loss_scale
 from amp_lab.advisor.outlook import Outlook
 from amp_lab.core.device import describe_device
@@ -265,8 +265,8 @@ def test_what_a_cast_model_makes_inside_is_cast(layer, precision):
 
 
 def test_a_dtype_without_a_kernel_is_no_mix_of_dtypes():
-    assert session._mixes_dtypes(RuntimeError("expected scalar type Float but found BFloat16"))
-    assert not session._mixes_dtypes(NotImplementedError("Unsupported dtype BFloat16"))
+    assert mixes_dtypes(RuntimeError("expected scalar type Float but found BFloat16"))
+    assert not mixes_dtypes(NotImplementedError("Unsupported dtype BFloat16"))
 
 
 STEP = """

@@ -41,6 +41,16 @@ def test_a_scale_of_the_range_keeps_all():
         assert kept.isfinite().all()
 
 
+@does("underflow.scale_below_one")
+def test_gradients_beyond_fp16_are_kept_by_a_scale_below_1():
+    model = Weights(1e6, 2e6)
+    text = str(gradient_underflow(model, model()))
+    assert says("underflow.scale_below_one", text)
+    scale = eval(re.search(r"A loss scale of (\S+) keeps", text)[1].replace("^", "**"))
+    assert in_fp16(model, scale).isfinite().all()
+    assert not in_fp16(model, 2 * scale).isfinite().all()
+
+
 @does("underflow.no_scale")
 def test_where_no_scale_helps_bf16_does():
     model = Weights(*[1e-12] * 500, *[1e3] * 500)

@@ -1,5 +1,6 @@
 """The recipes that `advise` tries, each with its measurements and its verdict."""
 
+import re
 from dataclasses import dataclass
 
 from amp_lab.core.estimates import Estimate, Ratio
@@ -28,6 +29,16 @@ class Candidate:
     def name(self) -> str:
         """The name of the recipe."""
         return str(self.recipe)
+
+
+_NAMES_DTYPE = re.compile(r"\bd?type\b")
+_LACKS_DTYPE = re.compile("[Uu]nsupported|not supported|not implemented")  # no kernel has it
+
+
+def mixes_dtypes(error: Exception) -> bool:
+    """Whether an error is about operands of several dtypes, not about one that has no kernel."""
+    text = str(error)
+    return bool(_NAMES_DTYPE.search(text)) and not _LACKS_DTYPE.search(text)
 
 
 def first_recipes(use: str, precisions: list[Precision]) -> list[Recipe]:

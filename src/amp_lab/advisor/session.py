@@ -1,6 +1,5 @@
 """`advise`: forecast, check against fp32, time and rank the recipes for a model."""
 
-import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -11,7 +10,7 @@ from torch import nn
 from tqdm import tqdm
 
 from amp_lab.advisor.baseline import Baseline, Check, run_baseline
-from amp_lab.advisor.candidates import Candidate, first_recipes
+from amp_lab.advisor.candidates import Candidate, first_recipes, mixes_dtypes
 from amp_lab.advisor.learning import TooSlow
 from amp_lab.advisor.outlook import Outlook, forecast, trace_and_forecast
 from amp_lab.advisor.result import Advice
@@ -67,8 +66,6 @@ _MADE_INSIDE = remedy(
     "creates or casts this tensor, add x.to(torch.{dtype})",
     failure="AMP0060",
 )
-_NAMES_DTYPE = re.compile(r"\bd?type\b")
-_LACKS_DTYPE = re.compile("[Uu]nsupported|not supported|not implemented")  # no kernel has it
 _NEW_BYTES_PER_S = 2e9  # rate of new memory from the operating system: 1 to 5 µs for 4 KiB
 
 
@@ -366,7 +363,7 @@ class _Ranking:
             tip = tip_for(error, self.call.model, verb="try", device_type=self.outlook.device.type)
             candidate.verdict = "raises"
             candidate.reason = f"{with_type(error)}{tip}"
-            if recipe.cast and _mixes_dtypes(error):
+            if recipe.cast and mixes_dtypes(error):
                 made_inside = _MADE_INSIDE.sentence(dtype=dtype_name(recipe.precision.dtype))
                 candidate.reason += f"; {made_inside}"
             return candidate
@@ -479,12 +476,6 @@ class _Ranking:
             if c.speedup and c.name not in timed.samples_s:
                 c.speedup = c.speedup.times(change)
                 c.time_s = baseline_time.times(1 / c.speedup.median)
-
-
-def _mixes_dtypes(error: Exception) -> bool:
-    """Whether an error is about operands of several dtypes, not about one that has no kernel."""
-    text = str(error)
-    return bool(_NAMES_DTYPE.search(text)) and not _LACKS_DTYPE.search(text)
 
 
 def _choose_best(timed: Comparison, best: Candidate, new: list[Candidate]) -> Candidate:

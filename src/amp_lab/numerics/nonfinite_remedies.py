@@ -282,8 +282,8 @@ _DERIVATIVE = nonfinite_remedy(
 _UNKNOWN = nonfinite_remedy(
     "other",
     "another op made a NaN",
-    "The op is not defined at one of its inputs, or it computed 0 * inf, inf - inf or 0 / 0. Find "
-    "out where this input comes from.",
+    "The op is not defined at an input, or it computed 0 * inf, inf - inf or 0 / 0. Find out why "
+    "an input is zero, very large or outside of the op's range.",
 )
 
 
@@ -473,10 +473,8 @@ def _overflows_fp16(report: NonfiniteReport) -> bool:
 
 def _is_too_large(report: NonfiniteReport) -> bool:
     """Whether the result of a division, or of a variance, is too large for its dtype."""
-    if not _overflows(report):
-        return False
-    if _op_starts_with(report, "std", "var"):
-        return True
+    if not _overflows(report) or _op_starts_with(report, "std", "var"):
+        return _overflows(report)
     divisor = None
     if _op_starts_with(report, "div"):
         divisor = input_of(report, "other")
