@@ -406,7 +406,7 @@ assert all(p.nbytes == 2 * p.numel() for p in nn.Linear(2, 2).bfloat16().paramet
 #   "FP8 execution requires the product of all dimensions except the last to be divisible by",
 #   "FP8 execution requires 2D input matrices with height divisible by 8",
 #   "Tensor dimensions are not compatible for FP8 execution", "MXFP8 requires tensor dims",
-#   "is not divisible by weight quantization block_{name} = {n}", "dims={any} not divisible by 8",
+#   "is not divisible by weight quantization block_{name} = {n}", "dims=[{n}, {n}] not divisible by",
 # ]
 # symptoms = [
 #   "FP8 fails for some layers or batch sizes",
