@@ -67,9 +67,10 @@ assert defaults == [torch.bfloat16] + [torch.float16] * 3
 #
 # ## Four things that can happen to an op
 #
-# Each backend has [a list of ops](https://docs.pytorch.org/docs/stable/amp.html#autocast-op-reference). An
-# op on the list has one of three policies. The one exception is `binary_cross_entropy`, which CUDA and XPU refuse. Other
-# ops are left alone:
+# Each backend has a list of ops ([the lists of CUDA, XPU and the
+# CPU](https://docs.pytorch.org/docs/stable/amp.html#autocast-op-reference)). An op on the list has one of
+# three policies. The one exception is `binary_cross_entropy`, which CUDA and XPU refuse. Other ops are left
+# alone:
 #
 # | policy | what autocast does | typical ops |
 # |---|---|---|
@@ -384,9 +385,9 @@ assert {"exp", "log", "pow", "sum", "softmax", "layer_norm", "cumsum"} <= cuda -
 
 # %% [markdown]
 # They share 39 ops, such as matmuls and losses. (The numbers depend on the version of PyTorch.) Only
-# CUDA's list has `exp`, `sum`, `softmax` and `layer_norm`. On CUDA they run in fp32, because their results
-# or their inner sums can leave the range of fp16. On the CPU, whose default is bf16, they stay in low
-# precision. So a test on a CPU does not tell you which dtypes a GPU will use.
+# CUDA's list has `exp`, `sum`, `softmax` and `layer_norm`. On CUDA they run in fp32, because [some ops, such
+# as reductions, often need the range of fp32](https://docs.pytorch.org/docs/stable/amp.html). On the CPU they
+# stay in low precision. So a test on a CPU does not tell you which dtypes a GPU will use.
 #
 # ## Ask for any backend's policy
 #

@@ -194,7 +194,7 @@ def train(precision):
 # We compare FP32 with each precision that this device accelerates. On a CPU we compare only FP32 and
 # bf16, because many CPUs are [very slow in fp16](../docs/hardware.md). The cell prints the mean loss
 # of the last epoch and the test accuracy. Every precision gets the same images in the same order.
-# <!-- tests/core/test_device.py -->
+# <!-- tests/core/test_device.py, tests/train/data/test_images.py -->
 
 # %% tags=["nbval-ignore-output"]
 precisions = [Precision.FP32, Precision.BF16]

@@ -319,7 +319,8 @@ problem.check_same(recipes.schedule_plain, schedule_amp)
 # **Without this check** skipped steps use up the schedule. As a rule of thumb, a few lost steps of ten
 # thousand do not matter. In a short warm-up they do, because the scaler may skip several of the first steps
 # to find its scale. PyTorch warns in one case only: the very first step was skipped, and the optimizer is not
-# fused. The warning says that you called `lr_scheduler.step()` before `optimizer.step()`. <!-- tests/notebooks/test_07_training_recipes.py -->
+# fused. The warning says that you called `lr_scheduler.step()` before `optimizer.step()`.
+# <!-- tests/notebooks/test_07_training_recipes.py, tests/notebooks/test_08c_scaler.py -->
 #
 # ## Checkpoint activations
 #

@@ -184,6 +184,7 @@ assert added[0].isnan().all()
 # %% [markdown]
 # **Why.** The constant, often -1e9, lies outside the range of the tensor's dtype. `masked_fill` checks the
 # constant and refuses it. Addition, `torch.where` and `scores[i, j] = -1e9` do not check: they store -inf.
+# <!-- tests/notebooks/test_08a_values.py -->
 #
 # **The fix.** Fill in `torch.finfo(scores.dtype).min`, the lowest number of the dtype. Or pass a boolean
 # mask to `F.scaled_dot_product_attention`, which needs no such number.
@@ -560,9 +561,9 @@ assert all(parameter.isfinite().all() for parameter in model.parameters())
 assert not all(buffer.isfinite().all() for buffer in model.buffers())
 
 # %% [markdown]
-# **Why.** The scaler skips the optimizer step, which protects only the parameters. The running mean and
-# variance of batch normalisation are buffers, and the forward pass has already made them NaN. Training
-# does not use them, but evaluation does.
+# **Why.** The scaler skips the optimizer step, which protects only the parameters and the optimizer's state.
+# The running mean and variance of batch normalisation are buffers, and the forward pass has already made
+# them NaN. Training does not use them, but evaluation does.
 #
 # **The fix.** Measure the running statistics again on good batches, with
 # `torch.optim.swa_utils.update_bn(loader, model)`. Then repair the overflow, or it will happen again.

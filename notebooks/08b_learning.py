@@ -608,7 +608,7 @@ assert 0.1 < (stored.float() == 0).float().mean() < 0.2
 # not promote FP8 to other dtypes. The positive numbers of its E4M3 format range from 0.002 to 448, so without a
 # scale small weights become zero.
 #
-# On a CPU, larger values become NaN in torch 2.11 and [448 in
+# On a CPU, values above 464 become NaN in torch 2.11 and [448 in
 # 2.15](https://github.com/pytorch/pytorch/pull/178817).
 #
 # **The fix.** Use a library that stores a scale with each FP8 weight, such as torchao. To scale by hand, divide

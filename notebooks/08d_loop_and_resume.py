@@ -297,15 +297,15 @@ assert with_new > 10 * with_saved
 
 # %% [markdown]
 # **Why.** A part of the run's state is missing from the checkpoint, such as the state of the optimizer or
-# the scaler. Or a part was saved in 16 bits. A new Adam moves each weight by the full learning rate in its
-# first step. A new `GradScaler` starts at 65536, so the first steps may overflow and are skipped.
+# the scaler. Or a part was saved in 16 bits. A new Adam moves nearly every weight by the full learning rate in
+# its first step. A new `GradScaler` starts at 65536, so the first steps may overflow and are skipped.
 #
 # Other causes: <!-- tests/notebooks/test_08d_loop_and_resume.py -->
 # - The weights were saved with `.half()`. The weights lost digits, and a running variance above 65504
 #   became infinite.
 # - The *optimizer's* state was saved in 16 bits. Adam's `step` is a tensor too: in bf16, 301 is rounded to
-#   300, and unless the optimizer is `fused`, the count stops at 300. Before you
-#   load such a file, set `step` to the true number in fp32.
+#   300, and unless the optimizer is `fused` or `capturable`, the count stops at 300. Before you load such a
+#   file, set `step` to the true number in fp32.
 # - `dcp.load` filled the `state_dict()` of a new optimizer, which is empty. Use `get_state_dict`
 #   ([notebook 11](11_scale_out.ipynb#Save-on-four,-resume-on-two-(optional))).
 # - The NaN was in the checkpoint already, often in [buffers of batch
@@ -506,9 +506,10 @@ assert refused in message
 print(message[message.index(refused) :].partition(" Please")[0])
 
 # %% [markdown]
-# **Why.** The checkpoint contains the scaler object instead of its `state_dict()`. From PyTorch 2.6 on,
-# `torch.load` by default reads only a few types, such as tensors, numbers, strings and containers, because
-# loading other objects can run code.
+# **Why.** The checkpoint contains the scaler object instead of its `state_dict()`. [From PyTorch 2.6
+# on](https://docs.pytorch.org/docs/stable/notes/serialization.html#weights-only), `torch.load` by default
+# reads only a few types, such as tensors, numbers, strings and containers, because loading other objects can
+# run code.
 #
 # **The fix.** Save `scaler.state_dict()`, and load it with `scaler.load_state_dict`. Load your old file
 # once with `weights_only=False`, and save it again with `scaler.state_dict()`.

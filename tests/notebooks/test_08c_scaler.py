@@ -235,6 +235,27 @@ def test_lightning_scales_only_in_its_manual_backward(way, mixed):
     assert seen["training_step"] == (1024 if way == "manual_backward" else 1)
 
 
+def test_accelerate_scales_the_loss_in_its_backward():
+    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
+    accelerator = accelerate.Accelerator(cpu=True)
+    accelerator.scaler = cpu_scaler(init_scale=1024.0)  # on a CPU it creates none itself
+    weight = nn.Parameter(torch.ones(1))
+    accelerator.backward(weight.sum())
+    assert weight.grad == 1024
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_fabric_scales_the_loss_in_its_backward():
+    fabric_of = pytest.importorskip("lightning.fabric", reason="Lightning is not installed")
+    scaler = cpu_scaler(init_scale=1024.0)
+    plugin = fabric_of.plugins.MixedPrecision("16-mixed", "cpu", scaler=scaler)
+    fabric = fabric_of.Fabric(accelerator="cpu", plugins=[plugin])
+    layer = nn.Linear(1, 1)
+    model, _ = fabric.setup(layer, torch.optim.SGD(layer.parameters()))
+    fabric.backward(model(torch.ones(1, 1)).sum())
+    assert layer.bias.grad == 1024
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_lightning_unscales_in_the_step_of_manual_optimization(mixed):
     """AMP0137: before the step the gradients are scaled, in the hook they are not."""

@@ -431,17 +431,19 @@ def test_the_default_scale_makes_the_gradients_of_a_sum_infinite(init_scale):
     assert (a < 0.5).all()
 
 
-@pytest.mark.parametrize(("fused", "dtype"), [(False, torch.bfloat16), (True, torch.float32)])
-def test_only_a_fused_optimizer_casts_the_step_counter(fused, dtype):
+@pytest.mark.parametrize("option", [None, "fused", "capturable"])
+def test_only_a_fused_or_capturable_optimizer_casts_the_step_counter(option):
     """AMP0296."""
     weight = nn.Parameter(torch.ones(1))
-    adam = torch.optim.Adam([weight], fused=fused)
+    adam = torch.optim.Adam([weight])
     weight.grad = torch.ones(1)
     adam.step()
     saved = adam.state_dict()
     saved["state"][0]["step"] = torch.tensor(250.0).bfloat16()
+    if option is not None:
+        saved["param_groups"][0][option] = True
     adam.load_state_dict(saved)
-    assert adam.state[weight]["step"].dtype is dtype
+    assert adam.state[weight]["step"].dtype is (torch.float32 if option else torch.bfloat16)
 
 
 def test_a_checkpoint_with_the_moments_of_adam_has_12_bytes_per_parameter():
