@@ -163,7 +163,8 @@ print("T4, a model trained in bf16:", choose(turing, "infer", trained_in="bf16")
 #   GPUs ([notebook 15](15_below_16_bits.ipynb)).
 # - **Arc A.** Use bf16. You cannot train in fp16 with a `GradScaler`, because it needs float64, which Arc A does
 #   not have. [Arc B has float64](https://github.com/pytorch/pytorch/issues/147731).
-# - **Apple M1 to M4.** Use fp32. These chips are hardly faster in 16 bits, and M1 and M2 even [emulate
+# - **Apple M1 to M4.** Use fp32. These chips are [hardly
+#   faster](https://github.com/philipturner/metal-benchmarks) in 16 bits, and M1 and M2 even [emulate
 #   bf16](https://github.com/huggingface/transformers/pull/40458). On any Mac, bf16 [needs macOS
 #   14](https://github.com/pytorch/pytorch/issues/139386).
 # - **CPUs.** fp16 [can be as fast as fp32, or 60 times slower](../data/results/README.md). Use fp16 only if `amp-lab

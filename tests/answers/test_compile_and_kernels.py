@@ -97,6 +97,16 @@ def test_strict_numerics_round_a_number_to_16_bits_on_a_cpu(options, compiler):
     assert torch.equal(compiled, x * torch.tensor(1.3, dtype=BF16).item())
 
 
+@pytest.mark.skipif(not hasattr(torch._inductor.config, "numerics"), reason="new in torch 2.15")
+@pytest.mark.parametrize("options", [{"numerics": "strict"}, {"emulate_precision_casts": True}])
+def test_strict_numerics_change_a_layer_norm(options, compiler):
+    """AMP0095."""
+    norm, x = nn.LayerNorm(64, dtype=BF16), torch.randn(4096, 64).to(BF16)
+    compiled = torch.compile(norm, options=options)(x)
+    assert not torch.equal(compiled, norm(x))
+    torch.testing.assert_close(compiled, norm(x), rtol=0.02, atol=0.02)  # a rounding
+
+
 @pytest.mark.skipif(
     not hasattr(torch._inductor.config, "batch_invariant"), reason="new in torch 2.15"
 )

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 PAGE = (Path(__file__).parents[2] / "docs" / "other_models.md").read_text(encoding="utf-8")
 FENCE = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -65,6 +66,12 @@ def test_autocast_on_a_cpu_leaves_cumsum_in_bf16():
     with torch.autocast("cpu", dtype=BF16):
         assert ones.cumsum(0).dtype is ones.cumprod(0).dtype is BF16
         assert ones.cumsum(0, dtype=torch.float32)[-1] == 300
+
+
+@pytest.mark.parametrize("device", ["CPU", "CUDA", "XPU", "MPS"])
+def test_autocast_has_no_rule_for_the_ops_of_a_scan(device):
+    for op in ("aten::mul.Tensor", "aten::add.Tensor"):
+        assert not torch._C._dispatch_has_kernel_for_dispatch_key(op, f"Autocast{device}")
 
 
 def second_derivatives(scale: float, dtype: torch.dtype | None) -> torch.Tensor:
@@ -215,6 +222,8 @@ def test_complex_numbers_under_autocast():
         half = torch.complex(*torch.ones(2, 2, 2, dtype=FP16))
     with pytest.raises(RuntimeError, match="not implemented for 'ComplexHalf'"):
         half @ half
+    with pytest.warns(UserWarning, match="ComplexHalf"), FakeTensorMode():
+        assert torch.fft.fft(torch.ones(4, dtype=FP16, device="cuda")).dtype is torch.complex32
     with pytest.raises(RuntimeError, match="Unsupported dtype BFloat16"):
         torch.fft.fft(torch.ones(4, dtype=BF16))
     with torch.autocast("cpu", dtype=BF16):

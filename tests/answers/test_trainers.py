@@ -411,6 +411,26 @@ def test_all_ranks_skip_the_same_batches(parallel):
     assert values_of(steps_taken, 2, code_of("bad batch"), parallel) == [[0, 3], [0, 3]]
 
 
+def gradient_after_a_skip() -> float:
+    """The gradient of a rank after its first backward pass, which is of batch 2 on rank 0."""
+    dist.init_process_group("gloo")
+    model = nn.parallel.DistributedDataParallel(nn.Linear(1, 1, bias=False))
+    first, second = ((1.0, 2.0), (10.0, 20.0))[dist.get_rank()]
+    loss = model(torch.full((1, 1), first)).sum()
+    if dist.get_rank() == 0:  # skips its first batch
+        loss = model(torch.full((1, 1), second)).sum()
+    loss.backward()
+    gradient = model.module.weight.grad.item()
+    dist.destroy_process_group()
+    return gradient
+
+
+@pytest.mark.slow
+def test_ddp_averages_with_another_batch_if_one_rank_skips():
+    """AMP0189."""
+    assert values_of(gradient_after_a_skip, 2) == [(2 + 10) / 2] * 2
+
+
 class AutocastInBackward(torch.autograd.Function):
     """The identity, which notes whether its backward pass runs under autocast."""
 
