@@ -155,7 +155,7 @@ def test_a_model_in_16_bits_takes_inputs_in_fp32_too(capsys, precision):
 def test_a_compiled_run_says_that_gradients_are_not_compared(capsys, monkeypatch, model):
     monkeypatch.setattr(torch, "compile", AsCompiled)
     out = printed(capsys, f"my_pair.py:{model}", "--compile")
-    assert re.search(r"A \(eager\) .*B \(compiled\).* 1 modules", out)
+    assert re.search(r"A \(eager\) .*B \(compiled\).* 1 module in both", out)
     assert "Gradients were not compared" in out
     assert bool(re.search("of both .*cast to bf16", out)) == (model == "in_bf16")
 
