@@ -240,7 +240,7 @@ for dtype in HALF:
 # unless the fp32 tensor has no dimensions (a single number). The op itself raises no error, but a later layer does.
 #
 # Autocast does not help in every layer. On a CPU, `BatchNorm`, `LayerNorm` and `GroupNorm` with
-# half-precision weights raise the error for an fp32 input even inside an autocast block.
+# half-precision weights raise the error for an fp32 input even inside an autocast block. <!-- tests/notebooks/test_08e_dtypes.py -->
 #
 # **The fix.** For inference, cast the input to the dtype of the weights:
 # `x.to(next(model.parameters()).dtype)`. For training, keep the weights in fp32 and use autocast. If

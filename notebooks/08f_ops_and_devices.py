@@ -235,7 +235,7 @@ print(message_of(lambda: np.from_dlpack(prediction)))
 
 # %% [markdown]
 # **Why.** NumPy supports neither bf16 nor FP8. It supports fp16, so an fp16 prediction becomes a float16
-# array without a message.
+# array without a message. <!-- tests/notebooks/test_08f_ops_and_devices.py -->
 #
 # **The fix.** Convert to fp32 first: `prediction.detach().float().cpu().numpy()`. `tolist()` needs no
 # conversion.
@@ -380,16 +380,16 @@ with without_bf16:
     print(message_of(lambda: torch.autocast("cuda", dtype=torch.bfloat16)))
 
 # %% [markdown]
-# **Why.** NVIDIA's GPUs support bf16 since compute capability 8.0 (Ampere). On an older GPU, such as a T4,
-# V100 or P100, PyTorch emulates bf16 slowly, and some other libraries refuse bf16. AMD's Radeon RX 5000 and
-# RX 6000 (RDNA 1 and 2) also compute no bf16.
+# **Why.** NVIDIA's GPUs support bf16 since compute capability 8.0 (Ampere). On a V100, T4 or RTX 20, PyTorch
+# [emulates bf16](../docs/hardware.md#t4-v100-and-rtx-20) slowly, and some other libraries refuse bf16. AMD's Radeon RX 5000 and RX 6000
+# (RDNA 1 and 2) also [compute no bf16](https://rocm.docs.amd.com/projects/HIP/en/docs-6.3.2/reference/hardware_features.html).
 #
 # Users report the cuBLAS error on [an M40](https://github.com/opendatalab/MinerU/issues/1508) and [a
 # P100](https://github.com/pytorch/pytorch/issues/57773), and the Triton error on [a
 # T4](https://github.com/unslothai/unsloth/issues/501).
 #
-# **The fix.** Use fp16 on such a GPU, and train with a `GradScaler`. If the model was trained in bf16 and
-# gives NaN in fp16, use fp32 ([why](19_choose_your_precision.ipynb#Trained-in-bf16,-on-a-GPU-without-it)).
+# **The fix.** If the GPU is fast in fp16, use fp16, and train with a `GradScaler`. Otherwise use fp32, also if the
+# model was trained in bf16 and gives NaN in fp16 ([why](19_choose_your_precision.ipynb#Trained-in-bf16,-on-a-GPU-without-it)).
 
 # %%
 with without_bf16:

@@ -88,7 +88,7 @@ assert "In CPU autocast, but the target dtype is not supported." in wrong_dtype
 # switches itself off with a warning, and training goes on in fp32. Without a GPU, the scaler does the same.
 #
 # For `"xpu"` and `"mps"` there is no warning if the device is missing. Autocast and the scaler stay
-# enabled, but autocast leaves tensors on the CPU in fp32.
+# enabled, but autocast leaves tensors on the CPU in fp32. <!-- tests/notebooks/test_08g_speed_and_memory.py -->
 #
 # **The fix.** If `torch.cuda.is_available()` is False on a machine with a GPU, install a build of
 # PyTorch that fits the GPU and its driver. Pass the device of the tensors,
@@ -377,7 +377,7 @@ assert freed == 6  # all of them twice
 # **The fix.** Use `torch.inference_mode()` or `torch.autocast(…, cache_enabled=False)`, which keep no
 # copies. A model that only runs inference needs no autocast: cast it once with `model.bfloat16()`,
 # which halves its weights ([notebook 18](18_inference_and_export.ipynb#Ways-to-run-it)). In training, keep the
-# cache on: without it, the backward pass keeps one cast of a weight for each use.
+# cache on: without it, the backward pass keeps one cast of a weight for each use. <!-- tests/notebooks/test_08g_speed_and_memory.py -->
 #
 # **Not this.** `torch.cuda.empty_cache()` does not free the copies, because autocast still holds them.
 # It [releases only unused
@@ -456,8 +456,8 @@ print(message_of(lambda: torch._scaled_grouped_mm(fp8(32, 100), fp8(64, 100).T, 
 # The number of rows is the batch size times the number of tokens.
 #
 # **The fix.** Pad the vocabulary to a multiple of 64, pad the tokens in the collate function, and drop
-# an incomplete last batch with `drop_last=True`. Or keep the layer in bf16. If an FP8 checkpoint fails
-# in vLLM or SGLang, use a smaller tensor-parallel size.
+# an incomplete last batch with `drop_last=True`. Or keep the layer in bf16. If the blocks of an FP8
+# checkpoint do not fit in [vLLM](https://github.com/vllm-project/vllm/issues/42384) or [SGLang](https://github.com/sgl-project/sglang/issues/3345), use a smaller tensor-parallel size.
 #
 # When it trains from scratch, nanoGPT pads [50257 to
 # 50304](https://github.com/karpathy/nanoGPT/blob/master/model.py). The logits of real tokens stay the same. Ignore the logits of the padding tokens before you choose a token.
@@ -501,8 +501,8 @@ torch.testing.assert_close(larger(x)[:, :5], head(x))
 #
 # **What you see.** A step raises `torch.OutOfMemoryError: CUDA out of memory. Tried to allocate …`.
 # Older versions raise `torch.cuda.OutOfMemoryError`, which is the same class. On other devices the
-# message begins with `HIP`, `XPU` or `MPS backend`. We quote it from PyTorch's
-# [source](https://github.com/pytorch/pytorch/blob/main/c10/cuda/CUDACachingAllocator.cpp).
+# message begins with `HIP`, `XPU` or `MPS backend`. We quote it from PyTorch's source for [CUDA and
+# HIP](https://github.com/pytorch/pytorch/blob/main/c10/cuda/CUDACachingAllocator.cpp), [XPU](https://github.com/pytorch/pytorch/blob/main/c10/xpu/XPUCachingAllocator.cpp) and [MPS](https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/mps/MPSAllocator.mm).
 #
 # **The smallest program that does it.** `forecast_memory` counts the bytes of a step without running
 # it. We assume a GPU with 24 MiB of memory.
@@ -523,7 +523,7 @@ assert torch.cuda.OutOfMemoryError is torch.OutOfMemoryError
 # %% [markdown]
 # **Why.** The peak of a step does not fit into GPU memory. Weights and Adam's state stay there all the time,
 # activations until `backward`, gradients from then on, and other processes need memory too (see
-# `nvidia-smi`). A resumed run fails if `torch.load` puts the checkpoint onto the GPU too. Evaluation fails if your code builds a graph or collects outputs.
+# `nvidia-smi`). A resumed run can fail if `torch.load` puts the checkpoint onto the GPU too. Evaluation can fail if your code builds a graph or collects outputs.
 #
 # Where the error appears suggests what is too large:
 # - **In the forward or backward pass**: the activations, so the batch, image or sequence is too large.

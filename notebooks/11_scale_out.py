@@ -316,7 +316,7 @@ for n in counts[1:]:
 # All set-ups have nearly the same losses as one process. In fp32 they are far closer than in bf16. **If you
 # keep the global batch (of all ranks), you can keep the learning rate.** If you keep the batch of each rank
 # instead, the global batch grows n times and may need a different learning rate. A model with batch norm has
-# other losses, because each rank normalises over only its part of the batch.
+# other losses, because each rank normalises over only its part of the batch. <!-- tests/notebooks/test_11_scale_out.py -->
 #
 # ## What does each rank send and hold?
 #
@@ -630,7 +630,7 @@ exercises.check_loss_of_all(loss_of_all)
 #     return sum(sums) / sum(samples)
 # ```
 #
-# Training has the same problem if the last batch does not divide evenly, because DDP averages the
+# Training has the same problem if the ranks have batches of different sizes, because DDP averages the
 # gradients of all ranks with equal weights.
 #
 # </details>

@@ -21,7 +21,8 @@
 #
 # **What you need.** [Notebook 02](02_autocast_dtypes.ipynb) for autocast, and [notebook
 # 03](03_grad_scaler_step_by_step.ipynb) for the scaler. `pdm run sync --with tensorflow` installs
-# TensorFlow for the CPU. (TensorFlow 2.21 does not support Python 3.14.) Without TensorFlow, this
+# TensorFlow for the CPU. (TensorFlow 2.21 [does not support Python
+# 3.14](https://pypi.org/project/tensorflow/2.21.0/).) Without TensorFlow, this
 # notebook runs only on torch. <!-- tests/course/test_processes.py -->
 # <!-- tests/tools/test_sync.py -->
 

@@ -300,7 +300,7 @@ for old_name in (torch.cuda.amp.autocast, torch.cpu.amp.autocast, torch.cuda.amp
 # %% [markdown]
 # There are two traps when you move to the new names.
 #
-# **The default dtype.** The old classes had a fixed default: fp16 for CUDA and bf16 for the CPU. The
+# **The default dtype.** The old classes had a fixed default: fp16 for CUDA and bf16 for the CPU. <!-- tests/notebooks/test_13_from_apex.py --> The
 # new class takes the current autocast dtype, which an outer block may have changed. In the next cell,
 # an outer fp16 block contains three blocks: with the old name, with the new name, and with the new
 # name and a dtype. Which dtype will each of them have?
@@ -598,7 +598,7 @@ exercises.check_limits(update_within)
 #         scaler.update(wanted)
 # ```
 #
-# On a GPU `get_scale` waits for the device, so limits cost some time in each step.
+# On a GPU `get_scale` [waits for the device](https://docs.pytorch.org/docs/stable/amp.html#torch.amp.GradScaler.get_scale), so limits cost some time in each step.
 #
 # </details>
 #

@@ -155,7 +155,8 @@ print("T4, a model trained in bf16:", choose(turing, "infer", trained_in="bf16")
 # - **GeForce RTX 40 and 50.** Their data sheets
 #   ([RTX 40](https://images.nvidia.com/aem-dam/Solutions/geforce/ada/nvidia-ada-gpu-architecture.pdf), [RTX
 #   50](https://images.nvidia.com/aem-dam/Solutions/geforce/blackwell/nvidia-rtx-blackwell-gpu-architecture.pdf)) list
-#   two rates for fp16 matmuls. The higher rate is for sums in fp16. By default, PyTorch adds in fp32, so expect the lower
+#   two rates for fp16 matmuls. The higher rate is for sums in fp16. By default, PyTorch [adds in
+#   fp32](01_number_formats.ipynb#3.-Sums-in-fp32,-against-swamping-in-matmuls), so expect the lower
 #   rate, which is half as high.
 # - **MI210 and MI250.** Use bf16. Their fp16 matmuls replace subnormals by 0, so PyTorch [casts fp16
 #   inputs of backward matmuls to bf16](https://docs.pytorch.org/docs/stable/notes/numerical_accuracy.html).
@@ -163,8 +164,8 @@ print("T4, a model trained in bf16:", choose(turing, "infer", trained_in="bf16")
 #   GPUs ([notebook 15](15_below_16_bits.ipynb)).
 # - **Arc A.** Use bf16. You cannot train in fp16 with a `GradScaler`, because it needs float64, which Arc A does
 #   not have. [Arc B has float64](https://github.com/pytorch/pytorch/issues/147731).
-# - **Apple M1 to M4.** Use fp32. These chips are [hardly
-#   faster](https://github.com/philipturner/metal-benchmarks) in 16 bits, and M1 and M2 even [emulate
+# - **Apple M1 to M4.** Use fp32. These chips are hardly faster in 16 bits ([an
+#   M1 Pro](https://github.com/zzc0721/torch-performance-test-data/issues/191), [an M4 Max](https://github.com/zzc0721/torch-performance-test-data/issues/65)), and M1 and M2 even [emulate
 #   bf16](https://github.com/huggingface/transformers/pull/40458). On any Mac, bf16 [needs macOS
 #   14](https://github.com/pytorch/pytorch/issues/139386).
 # - **CPUs.** fp16 [can be as fast as fp32, or 60 times slower](../data/results/README.md). Use fp16 only if `amp-lab
@@ -380,7 +381,7 @@ assert set(rows["model.to(bfloat16)"]) == {"bfloat16"}
 # [`fp16=True`](https://huggingface.co/docs/transformers/en/mixed_precision_training) and
 # [`mixed_float16`](https://keras.io/api/mixed_precision/) use fp16 instead of bf16 and include a scaler.
 #
-# Since version 5 of transformers, `from_pretrained` loads a model **in the dtype in which it was saved**. For
+# In version 5 of transformers, `from_pretrained` loads a model **in the dtype in which it was saved**. For
 # many language models this dtype is bf16. To fine-tune with fp32 weights, pass `dtype=torch.float32`. A saved
 # Keras model keeps its dtype policy ([notebook 12](12_keras.ipynb)).
 # <!-- tests/notebooks/test_19_choose_your_precision.py -->

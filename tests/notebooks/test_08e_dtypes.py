@@ -53,6 +53,14 @@ def test_a_tensor_in_fp32_raises_the_dtype_if_it_has_dimensions():
     assert (low + wide[0]).dtype is torch.where(low > 0, low, wide[0]).dtype is FP16
 
 
+@pytest.mark.parametrize("dtype", [FP16, BF16], ids=str)
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d, nn.LayerNorm, lambda size: nn.GroupNorm(2, size)])
+def test_autocast_does_not_help_a_norm_in_16_bits_on_a_cpu(norm, dtype):
+    said = "expect parameter to have scalar type of Float"
+    with torch.autocast("cpu", dtype=dtype), pytest.raises(RuntimeError, match=said):
+        norm(4).to(dtype)(torch.ones(2, 4))
+
+
 class Table(nn.Module):
     """Adds a table, which it makes longer for an input that is longer than any before."""
 

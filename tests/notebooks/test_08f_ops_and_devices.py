@@ -154,6 +154,8 @@ def test_fp8_is_stored_and_cast_but_not_added():
         x + x
     with pytest.raises(RuntimeError, match="Promotion for Float8 Types is not supported"):
         x * torch.ones(2)
+    with pytest.raises(TypeError, match="unsupported ScalarType Float8_e4m3fn"):
+        x.numpy()
     assert torch.equal(torch.cat([x, x]).float(), torch.ones(4))
     assert torch.equal((x.bfloat16() + x.bfloat16()).to(x.dtype).float(), torch.full((2,), 2.0))
     assert torch.finfo(x.dtype).max == 448

@@ -4,6 +4,7 @@ import inspect
 import io
 import re
 import tomllib
+import warnings
 from functools import partial
 
 import pytest
@@ -137,6 +138,17 @@ def test_the_code_lines_that_these_patterns_quote_are_in_torch():
 def test_transformers_concatenates_the_outputs_of_an_evaluation():
     utils = pytest.importorskip("transformers.trainer_pt_utils", exc_type=ImportError)
     assert "return torch.cat((tensor1, tensor2), dim=0)" in inspect.getsource(utils)
+
+
+@pytest.mark.parametrize("device_type", ["xpu", "mps"])
+def test_without_such_a_device_autocast_and_the_scaler_stay_on_in_silence(device_type):
+    x = torch.ones(2, 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.amp.GradScaler(device_type).is_enabled()
+        with torch.autocast(device_type, dtype=torch.float16):
+            assert torch.is_autocast_enabled(device_type)
+            assert (x @ x).dtype is torch.float32
 
 
 def test_data_parallel_enters_autocast_without_a_dtype():

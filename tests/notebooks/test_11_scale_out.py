@@ -62,6 +62,20 @@ def test_the_ranks_share_out_the_permutation_that_one_process_draws():
             assert list(share) != alone[rank::4]
 
 
+def test_a_batch_norm_that_sees_a_part_of_the_batch_has_another_loss():
+    torch.manual_seed(0)
+    batch, targets, layer = torch.randn(8, 2), torch.randn(8, 2), torch.nn.Linear(2, 2)
+
+    def losses(model):
+        parts = zip(batch.chunk(4), targets.chunk(4), strict=True)
+        of_parts = [torch.nn.functional.mse_loss(model(x), y) for x, y in parts]
+        return sum(of_parts) / 4, torch.nn.functional.mse_loss(model(batch), targets)
+
+    torch.testing.assert_close(*losses(layer))
+    of_parts, of_all = losses(torch.nn.Sequential(layer, torch.nn.BatchNorm1d(2)))
+    assert abs(of_parts / of_all - 1) > 0.01
+
+
 @pytest.mark.usefixtures("one_rank", "one_thread_and_seed")
 def test_on_one_rank_the_loops_are_the_plain_one(toy_data):
     cells = notebook()

@@ -4,6 +4,7 @@ import ast
 import builtins
 import functools
 import importlib.util
+import inspect
 import re
 import sys
 
@@ -260,6 +261,11 @@ def test_a_scale_in_the_place_of_the_device_is_refused_by_autocast_alone():
     with pytest.raises(ValueError, match="device_type"):
         torch.autocast(True)
     assert torch.amp.GradScaler(1024.0).get_scale() == 65536
+
+
+def test_the_old_classes_have_a_fixed_dtype():
+    for old, dtype in ((torch.cuda.amp, torch.float16), (torch.cpu.amp, torch.bfloat16)):
+        assert inspect.signature(old.autocast).parameters["dtype"].default is dtype
 
 
 def test_the_state_of_a_scaler_is_translated(cells):
