@@ -267,6 +267,7 @@ assert list(counts.values()) == [1, 5, 5, 5]
 # Only the trained weight was cast once, with the cache on. The cache holds **leaf tensors that require a gradient**: the
 # parameters that you train. Under `torch.inference_mode` [the cache holds
 # nothing](https://github.com/pytorch/pytorch/pull/165068), so every use casts the weight.
+# <!-- tests/notebooks/test_18_inference_and_export.py -->
 #
 # The cache hurts if a weight changes inside the block. We double a weight, as `optimizer.step()` might.
 
