@@ -542,7 +542,7 @@ assert torch.cuda.OutOfMemoryError is torch.OutOfMemoryError
 # The accumulated gradients equal those of the large batch up to rounding, if the small batches have one size and the model
 # has no batch normalisation and no dropout. ([More on the forecast](../docs/your_model.md#does-training-fit-into-memory).)
 #
-# **Not this.** `torch.cuda.empty_cache()` in each step makes the step slower and gives your process no
+# **Not this.** `torch.cuda.empty_cache()` in each step gives your process no
 # more memory, because PyTorch [already reuses what it has
 # cached](https://docs.pytorch.org/docs/stable/generated/torch.cuda.memory.empty_cache.html).
 

@@ -74,7 +74,7 @@ for dtype in (fp16, bf16):
 #
 # | practice | verdict | why |
 # |---|---|---|
-# | 1. Know the hardware | right | the speed of bf16 and fp16 depends on the machine; `amp-lab doctor` measures it in a few seconds ([10](10_speed_ladder.ipynb)) |
+# | 1. Know the hardware | right | the speed of bf16 and fp16 depends on the machine; `amp-lab doctor` measures it ([10](10_speed_ladder.ipynb)) |
 # | 2. Start with the scaler's defaults | right | each skipped step halves a scale that is too high, so the scale fits after a few steps ([03](03_grad_scaler_step_by_step.ipynb)) |
 # | 3. Watch the accuracy | right, with several seeds | two fp32 runs from different seeds differ too, so one run in each precision shows little ([04](04_fp32_vs_amp.ipynb)) |
 # | 4. Only the forward pass in autocast | right | see [below](#Only-the-forward-pass-in-autocast) |
