@@ -36,10 +36,11 @@ def test_the_versions_of_python_that_the_readme_names_are_allowed():
     assert excluded not in allowed
 
 
-def test_compiling_for_a_cpu_needs_a_cpp_compiler(monkeypatch):
-    monkeypatch.setattr(torch._inductor.config.cpp, "cxx", ("no-such-compiler",))
+def test_compiling_for_a_cpu_needs_a_cpp_compiler():
     torch.compiler.reset()
-    with fresh_cache(), pytest.raises(Exception, match="InvalidCxxCompiler"):
+    # torch loses this setting if it is set and restored as an attribute.
+    without = torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",)})
+    with without, fresh_cache(), pytest.raises(Exception, match="InvalidCxxCompiler"):
         torch.compile(torch.sin)(torch.ones(8))
     torch.compiler.reset()
 

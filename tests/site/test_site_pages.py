@@ -386,8 +386,9 @@ def small_root(folder: Path, readme: str) -> Path:
     (folder / "src" / "amp_lab" / "__init__.py").write_text('"""Doc."""\n_EXPORTS = {}\n')
     data = folder / "src" / "amp_lab" / "failures" / "data"
     data.mkdir(parents=True)
-    dictionaries = ("synonyms", "questions", "clues", "named", "described")
-    reference: dict = {key: {} for key in dictionaries} | {"subject_words": []}
+    dictionaries = ("synonyms", "questions", "clues", "named", "described", "contradicted")
+    lists = ("subject_words", "alarms", "one_cause", "other_subjects")
+    reference: dict = {key: {} for key in dictionaries} | {key: [] for key in lists}
     reference["pages"] = [{"page": "README.md", "title": "Title", "words": ""}]
     (data / "search.json").write_text(json.dumps(reference))
     toml = '[[section]]\ncaption = "A"\npages = ["api/index.md"]\n[playgrounds]\n'
