@@ -429,7 +429,7 @@ _ = figures.gradients_against_fp16(gradients.abs().log2(), scales=(1, 2**16))
 # | tf32 | 3.4e38 | 3 | inputs of fp32 matmuls, on GPUs that have it |
 # | bf16 | 3.4e38 | 2 to 3 | activations and matmuls, without loss scaling |
 # | fp16 | 65504 | 3 | activations and matmuls, with loss scaling |
-# | fp8 E5M2 | 57344 | 1 | gradients in many recipes, scaled by tensor or block |
+# | fp8 E5M2 | 57344 | 1 | gradients in many recipes, scaled by tensor |
 # | fp8 E4M3 | 448 | 1 | weights and activations, scaled by tensor or block |
 #
 # Formats fail in three ways:

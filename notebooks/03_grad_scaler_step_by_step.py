@@ -329,8 +329,7 @@ assert max(scales) > 65504
 
 # %% [markdown]
 # The scale doubles every ten steps until a gradient overflows. Each cross marks an overflow: the step is
-# skipped and the scale halves. The crosses are at different heights, because every batch has a different
-# largest gradient. The loss still ends at the level of the noise.
+# skipped and the scale halves. The loss still ends at the level of the noise.
 #
 # Each skipped step halves the scale. If the scale stays in the same range, a doubling has to make up for
 # each halving. By default a doubling needs 2000 good steps, so at most about 1 step in 2000 is skipped.

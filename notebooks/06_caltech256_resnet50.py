@@ -315,7 +315,7 @@ for dtype in (torch.float32, torch.bfloat16):
     assert abs(fake / counted - 1) < 0.001  # a few small buffers may differ in dtype
 
 # %% [markdown]
-# The counts are equal. Now we count the memory of the three rows of the tutorial's table. For AMP we
+# In MiB, the counts are equal. Now we count the memory of the three rows of the tutorial's table. For AMP we
 # use bf16, which takes as many bytes as fp16. Before you run this: how much will AMP need at batch
 # 512, compared with FP32 at 256 and at 512?
 

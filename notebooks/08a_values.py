@@ -247,8 +247,8 @@ print(attend(v, hidden))
 assert attend(v, hidden)[0].isnan().all()
 
 # %% [markdown]
-# **Why.** All scores of the row are -inf, so their softmax is 0/0, which is NaN. Such a row comes from an empty
-# sequence, or from padding on the left together with a causal mask.
+# **Why.** All scores of the row are -inf, so their softmax is 0/0, which is NaN. Such a row comes for example from an
+# empty sequence, or from padding on the left together with a causal mask.
 #
 # In fp16 the scores may also have [become -inf by addition](#A-mask-value-does-not-fit-into-fp16).
 #

@@ -380,7 +380,7 @@ assert after_updates(model) == 1.0
 # optimizer with stochastic rounding or Kahan summation.
 #
 # [Notebook 16](16_low_precision_state.ipynb#Weights-in-bf16) compares optimizers for bf16 weights. For
-# LoRA, keep the adapters in fp32; the frozen weights may be in bf16.
+# [LoRA](17_language_model.ipynb#Fine-tune-with-LoRA), keep the adapters in fp32; the frozen weights may be in bf16.
 
 # %%
 model, _ = make()

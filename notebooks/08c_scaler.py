@@ -590,7 +590,8 @@ with warnings.catch_warnings(action="ignore"):
     assert schedule(only_if_stepped=False) == [0.5, 0.25, 0.125]  # one step ahead
 
 # %% [markdown]
-# **Notice it earlier.** `ScaleLog` of `amp_lab` counts the skipped steps. PyTorch warns only at
+# **Notice it earlier.** `ScaleLog` of `amp_lab` counts the skipped steps. <!-- tests/numerics/test_scale_log.py -->
+# PyTorch warns only at
 # the first call of the scheduler, so it misses later skipped
 # steps. <!-- tests/notebooks/test_08c_scaler.py -->
 

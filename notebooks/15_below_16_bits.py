@@ -392,8 +392,8 @@ for kind_of_values, (left, right) in (("both signs", rows), ("one sign", rows.ab
 # growing, and each addition cuts off the bits that do not fit into 14 bits. With both signs, the sum
 # stays small, so little is cut off.
 #
-# The inputs of a layer after ReLU have one sign. If the layer's weights have one sign too, `rehearse`
-# (below) tells you to turn `use_fast_accum` off. <!-- tests/remedies/test_advise_remedies.py -->
+# The inputs of a layer after ReLU have one sign. If the layer's weights have one sign too, and its
+# sums are long, `rehearse` (below) tells you to turn `use_fast_accum` off. <!-- tests/remedies/test_advise_remedies.py -->
 #
 # ## Which GPU supports which format (optional)
 #

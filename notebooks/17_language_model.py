@@ -416,9 +416,8 @@ assert abs(in_bf16 - in_fp32) < 0.01
 # by how often they choose the same next token. Do not compare whole texts.
 #
 # Two texts can also diverge within one precision, because a matmul of a different shape may add in a
-# different order. The logits therefore change slightly with the batch size, the length of the text, and the
-# cache of keys and values. Here we change only the length: we compute the logits of ten characters alone, and
-# at the beginning of a longer text.
+# different order. For example, the logits change slightly with the length of the text. We compute the logits of
+# ten characters alone, and at the beginning of a longer text.
 
 # %% tags=["nbval-ignore-output"]
 for name, limit in (("fp32", 1e-3), ("bf16", 0.5)):
