@@ -67,8 +67,8 @@ assert defaults == [torch.bfloat16] + [torch.float16] * 3
 #
 # ## Four things that can happen to an op
 #
-# Each backend has a list of ops ([the lists of CUDA, XPU and the
-# CPU](https://docs.pytorch.org/docs/stable/amp.html#autocast-op-reference)). An op on the list has one of
+# Each backend has a list of ops. [PyTorch's documentation shows those of CUDA, XPU and the
+# CPU](https://docs.pytorch.org/docs/stable/amp.html#autocast-op-reference). An op on the list has one of
 # three policies. The one exception is `binary_cross_entropy`, which CUDA and XPU refuse. Other ops are left
 # alone:
 #

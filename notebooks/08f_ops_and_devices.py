@@ -381,8 +381,9 @@ with without_bf16:
 
 # %% [markdown]
 # **Why.** NVIDIA's GPUs support bf16 since compute capability 8.0 (Ampere). On a V100, T4 or RTX 20, PyTorch
-# [emulates bf16](../docs/hardware.md#t4-v100-and-rtx-20) slowly, and some other libraries refuse bf16. AMD's Radeon RX 5000 and RX 6000
-# (RDNA 1 and 2) also [compute no bf16](https://rocm.docs.amd.com/projects/HIP/en/docs-6.3.2/reference/hardware_features.html).
+# [emulates bf16](../docs/hardware.md#t4-v100-and-rtx-20) slowly, and some other libraries refuse bf16.
+# AMD's Radeon RX 5000 and RX 6000
+# do not [support bf16](https://rocm.docs.amd.com/projects/HIP/en/docs-6.3.2/reference/hardware_features.html).
 #
 # Users report the cuBLAS error on [an M40](https://github.com/opendatalab/MinerU/issues/1508) and [a
 # P100](https://github.com/pytorch/pytorch/issues/57773), and the Triton error on [a

@@ -456,8 +456,8 @@ print(message_of(lambda: torch._scaled_grouped_mm(fp8(32, 100), fp8(64, 100).T, 
 # The number of rows is the batch size times the number of tokens.
 #
 # **The fix.** Pad the vocabulary to a multiple of 64, pad the tokens in the collate function, and drop
-# an incomplete last batch with `drop_last=True`. Or keep the layer in bf16. If the blocks of an FP8
-# checkpoint do not fit in [vLLM](https://github.com/vllm-project/vllm/issues/42384) or [SGLang](https://github.com/sgl-project/sglang/issues/3345), use a smaller tensor-parallel size.
+# an incomplete last batch with `drop_last=True`. Or keep the layer in bf16. If [vLLM](https://github.com/vllm-project/vllm/issues/42384) or
+# [SGLang](https://github.com/sgl-project/sglang/issues/3345) refuses the sizes of an FP8 checkpoint, use a smaller tensor-parallel size.
 #
 # When it trains from scratch, nanoGPT pads [50257 to
 # 50304](https://github.com/karpathy/nanoGPT/blob/master/model.py). The logits of real tokens stay the same. Ignore the logits of the padding tokens before you choose a token.
@@ -501,8 +501,8 @@ torch.testing.assert_close(larger(x)[:, :5], head(x))
 #
 # **What you see.** A step raises `torch.OutOfMemoryError: CUDA out of memory. Tried to allocate …`.
 # Older versions raise `torch.cuda.OutOfMemoryError`, which is the same class. On other devices the
-# message begins with `HIP`, `XPU` or `MPS backend`. We quote it from PyTorch's source for [CUDA and
-# HIP](https://github.com/pytorch/pytorch/blob/main/c10/cuda/CUDACachingAllocator.cpp), [XPU](https://github.com/pytorch/pytorch/blob/main/c10/xpu/XPUCachingAllocator.cpp) and [MPS](https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/mps/MPSAllocator.mm).
+# message begins with `HIP`, `XPU` or `MPS backend` (from PyTorch's source for [CUDA and
+# HIP](https://github.com/pytorch/pytorch/blob/main/c10/cuda/CUDACachingAllocator.cpp), [XPU](https://github.com/pytorch/pytorch/blob/main/c10/xpu/XPUCachingAllocator.cpp) and [MPS](https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/mps/MPSAllocator.mm)).
 #
 # **The smallest program that does it.** `forecast_memory` counts the bytes of a step without running
 # it. We assume a GPU with 24 MiB of memory.

@@ -59,7 +59,7 @@ assert (scaled / gradient - 1).abs().max() < 2**-4
 # %% [markdown]
 # Without a scale, all three values become zero (-0.0 is zero too), because they are below half of the
 # smallest positive number of E4M3, which is 2^-9, about 0.002. With a scale, all three values survive,
-# and each is off by at most a sixteenth of itself.
+# with an error of at most a sixteenth.
 #
 # In fp16, one loss scale is usually enough ([notebook 03](03_grad_scaler_step_by_step.ipynb)). Below 16
 # bits, each *tensor* needs a scale, or even each group of 16 values.

@@ -67,7 +67,7 @@ const AmpExplain = (() => {
   /** Whether the text has a message that is not about precision. */
   function isOther(line, reference) {
     const lower = line.toLowerCase();
-    return (reference.other_subjects ?? []).some((message) => lower.includes(message));
+    return reference.other_subjects.some((message) => lower.includes(message));
   }
 
   /** The codes of failures that stand in the text, in the order of the text, each once. */
@@ -111,7 +111,7 @@ const AmpExplain = (() => {
   /** The failures to which the rest of the text points, if the message of `first` has many causes. */
   function byClues(first, lower, reference) {
     const context = lower.slice(-LONGEST_CONTEXT);
-    if ((reference.one_cause ?? []).some((message) => context.includes(message))) return [];
+    if (reference.one_cause.some((message) => context.includes(message))) return [];
     const lengths = new Map();
     for (const [code, clues] of Object.entries(reference.clues[first] ?? {})) {
       const standing = clues.filter((clue) => clue.split(" ").every((part) => context.includes(part)));
@@ -176,7 +176,7 @@ const AmpExplain = (() => {
   function isAboutPrecision(question, failures, reference) {
     const terms = termsOf(question, reference.synonyms);
     const namesSubject = reference.subject_words.some((word) => terms.includes(word));
-    const hasAlarm = (reference.alarms ?? []).some((word) => terms.includes(word));
+    const hasAlarm = reference.alarms.some((word) => terms.includes(word));
     const words = wordsToSearch(question, reference.synonyms).length;
     const [best] = failures;
     const common = Object.keys(best.matchData.metadata).length;

@@ -15,18 +15,17 @@ MAX_CHARACTERS = 1_000_000  # of a log, from its end
 _LONGEST_QUESTION = 3000  # characters: a longer text is a log
 _LONGEST_CONTEXT = 6000  # characters before the end of a text in which clues are searched
 _LONGEST_MESSAGE = 400  # characters after the name of an error: what follows is other output
-# A description without a word of the subject is known if two fifths of its words, at least six, are
-# words of one failure, and if it has the facts that point to this failure. Three facts that stand
-# together, such as a device, another device and a difference, are enough. Found with descriptions
-# of other trouble.
+# A description may have no word of the subject. It is then known in two cases: it has three facts
+# of a failure, such as two devices and a difference; or it has fewer facts, and shares six words
+# and two fifths of its words with the failure. Found with descriptions of other trouble.
 _FACTS_OF_A_WINNER = 3
 _WORDS_OF_A_WINNER = 6
 _SHARE_OF_A_WINNER = 0.4
-# A printed error that matches no known message is known if it has a word of the subject, and if
-# this share of its words are words of one failure. Fewer may be its words by chance.
+# An error that matches no known message needs a word of the subject. It also has to share this part
+# of its words with one failure; a smaller part may be chance.
 _SHARE_OF_A_PRINTED_ERROR = 0.75
-# A long text without an error or an alarm, such as a configuration, may have a subject word by
-# chance. It is known if this share of its words are words of one failure, or if it has its facts.
+# A long text without an error or an alarm, such as a configuration, may have a word of the subject
+# by chance. So it has to share this part of its words with one failure, or have its facts.
 _WORDS_OF_A_LONG_TEXT = 24
 _SHARE_OF_A_LONG_TEXT = 0.33
 # The name of an error or a warning, but not in code that raises it, or an error that C++ code of
