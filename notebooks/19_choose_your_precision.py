@@ -37,9 +37,8 @@ device, scale = start()  # AMP_LAB_DEVICE and AMP_LAB_SCALE override the choice
 # ## The idea in five lines
 #
 # The best precision depends on the hardware, so we measure. `describe_device` times a matmul in each
-# precision and recommends one of them. It also multiplies numbers whose exact product is known, to find
-# out how the device rounds. <!-- tests/core/test_device.py --> The recommendation depends only on the
-# speeds. The cell prints it first, and then the rounding. Before you run this: which precision does it
+# precision and recommends one of them. It also multiplies numbers whose exact product is known, to find out
+# how the device rounds. <!-- tests/core/test_device.py --> Before you run this: which precision does it
 # recommend for your machine?
 
 # %% tags=["nbval-ignore-output"]
@@ -60,20 +59,19 @@ assert report.values["bf16"].input_bits == 8
 # - **bits**: how many significant bits of an input the matmul uses. That is 24 in fp32, 11 in fp16 and
 #   TF32, and 8 in bf16.
 # - **subnormals**: numbers below the format's normal range. Some devices replace them by 0.
-# - **sums**: the largest error of a sum of 4,096 products. Its unit, *ulp*, is the spacing of the format
-#   at the result. In fp32, several ulp are usual. In fp16 and bf16, 0.5 ulp is the best possible value,
-#   and several ulp may mean that the device adds in 16 bits.
+# - **sums**: the largest error of a sum of 4,096 products. Its unit, *ulp*, is the spacing of the format at
+#   the result.
 #
 # `amp-lab doctor` also prints the speeds.
 # <!-- tests/core/test_device.py -->
 #
 # ## The decision
 #
-# The choice depends on the formats that a GPU multiplies *fast*, with tensor cores or similar units.
-# `GPUS` lists these formats for each GPU that `amp-lab advise --for` knows
+# The choice depends on the formats that a GPU multiplies *fast*, with tensor cores or similar units. `GPUS`
+# lists these formats for each GPU that `amp-lab advise --for` knows
 # ([NVIDIA](https://nvidia.github.io/TransformerEngine/support_matrix.html),
 # [AMD](https://rocm.docs.amd.com/en/latest/reference/precision-support.html)). If your GPU is not in the
-# list, look for the same architecture: all RTX 30 are Ampere, like the RTX 3090.
+# list, look for the same architecture.
 #
 # We print the list, write a function `choose` that returns a precision, and call it for each architecture:
 
@@ -117,9 +115,8 @@ print("T4, a model trained in bf16:", choose(turing, "infer", trained_in="bf16")
 #
 # - **bf16** wherever bf16 is fast. It has the range of fp32, so training needs no scaler.
 # - **fp16** where only fp16 is fast: on V100, T4 and RTX 20. Training in fp16 needs a scaler.
-# - **fp32** on GPUs without tensor cores or similar units, such as GTX 10 and GTX 16. Also use
-#   fp32, with TF32 off, where accuracy matters more than speed: in solvers, in statistics, and for small
-#   differences of large numbers.
+# - **fp32** on GPUs without tensor cores or similar units, such as GTX 10 and GTX 16. Also use fp32, with
+#   TF32 off, where accuracy matters more than speed, for example in solvers.
 #
 # For training, use autocast and keep the weights in fp32. For inference, cast the weights once, which halves
 # their memory.
@@ -130,17 +127,7 @@ print("T4, a model trained in bf16:", choose(turing, "infer", trained_in="bf16")
 # was trained in bf16, [check the values first](#Trained-in-bf16,-on-a-GPU-without-it).
 #
 # Start with the precision from `choose`, then measure. `amp-lab advise` times each precision on your model
-# and machine ([notebook 10](10_speed_ladder.ipynb)). Try FP8 or other formats below 16 bits only after
-# training in bf16 works ([notebook 15](15_below_16_bits.ipynb)).
-#
-# If your model does not fit into memory, `amp-lab memory` forecasts [what takes the
-# memory](../docs/your_model.md):
-#
-# | what takes the memory | what helps (notebook) |
-# |---|---|
-# | activations | autocast, activation checkpointing ([07](07_training_recipes.ipynb)), a smaller batch with gradient accumulation |
-# | weights and optimizer state | an optimizer with less state ([16](16_low_precision_state.ipynb)), sharding ([11](11_scale_out.ipynb)), training only adapters ([17](17_language_model.ipynb)) |
-# | weights at inference | weights in 16 or eight bits ([18](18_inference_and_export.ipynb)) |
+# and machine ([notebook 10](10_speed_ladder.ipynb)).
 #
 # ## Known problems of each device
 #
@@ -152,22 +139,15 @@ print("T4, a model trained in bf16:", choose(turing, "infer", trained_in="bf16")
 #   GPUs](https://github.com/pytorch/pytorch/issues/190385).
 # - **V100, T4 and RTX 20.** These GPUs [emulate bf16 and have no TF32](../docs/hardware.md#t4-v100-and-rtx-20). Use
 #   fp16.
-# - **GeForce RTX 40 and 50.** Their data sheets
-#   ([RTX 40](https://images.nvidia.com/aem-dam/Solutions/geforce/ada/nvidia-ada-gpu-architecture.pdf), [RTX
-#   50](https://images.nvidia.com/aem-dam/Solutions/geforce/blackwell/nvidia-rtx-blackwell-gpu-architecture.pdf)) list
-#   two rates for fp16 matmuls. The higher rate is for sums in fp16. By default, PyTorch [adds in
-#   fp32](01_number_formats.ipynb#3.-Sums-in-fp32,-against-swamping-in-matmuls), so expect the lower
-#   rate, which is half as high.
 # - **MI210 and MI250.** Use bf16. Their fp16 matmuls replace subnormals by 0, so PyTorch [casts fp16
 #   inputs of backward matmuls to bf16](https://docs.pytorch.org/docs/stable/notes/numerical_accuracy.html).
-# - **MI300.** Its FP8 format is called *fnuz*. The same bits stand for half the value that they have on other
-#   GPUs ([notebook 15](15_below_16_bits.ipynb)).
-# - **Arc A.** Use bf16. You cannot train in fp16 with a `GradScaler`, because it needs float64, which Arc A does
-#   not have. [Arc B has float64](https://github.com/pytorch/pytorch/issues/147731).
-# - **Apple M1 to M4.** Use fp32. These chips are hardly faster in 16 bits ([an
-#   M1 Pro](https://github.com/zzc0721/torch-performance-test-data/issues/191), [an M4 Max](https://github.com/zzc0721/torch-performance-test-data/issues/65)), and M1 and M2 even [emulate
-#   bf16](https://github.com/huggingface/transformers/pull/40458). On any Mac, bf16 [needs macOS
-#   14](https://github.com/pytorch/pytorch/issues/139386).
+# - **Arc A.** Use bf16. You cannot train in fp16 with a `GradScaler`, because it needs float64, which Arc A
+#   [does not have](https://github.com/pytorch/pytorch/issues/147731).
+#   <!-- tests/notebooks/test_19_choose_your_precision.py -->
+# - **Apple M1 to M4.** Use fp32. [An M1
+#   Pro](https://github.com/zzc0721/torch-performance-test-data/issues/191) and [an M4
+#   Max](https://github.com/zzc0721/torch-performance-test-data/issues/65) are hardly faster in 16 bits. On a
+#   Mac, bf16 [needs macOS 14](https://github.com/pytorch/pytorch/issues/139386).
 # - **CPUs.** fp16 [can be as fast as fp32, or 60 times slower](../data/results/README.md). Use fp16 only if `amp-lab
 #   doctor` shows that it is fast.
 #
@@ -175,8 +155,8 @@ print("T4, a model trained in bf16:", choose(turing, "infer", trained_in="bf16")
 #
 # From Ampere on, NVIDIA's GPUs can multiply fp32 tensors in
 # [**TF32**](https://docs.pytorch.org/docs/stable/notes/cuda.html#tensorfloat-32-tf32-on-ampere-and-later-devices).
-# TF32 is faster than fp32, but keeps only 11 of the 24 bits of each input. PyTorch has separate settings for
-# convolutions and for matmuls:
+# TF32 can be faster than fp32, but keeps only 11 of the 24 bits of each input. PyTorch has separate settings
+# for convolutions and for matmuls:
 #
 # - **Convolutions** use TF32 by default. `torch.backends.cudnn.allow_tf32 = False` turns it off.
 # - **Matmuls** use fp32 by default. `torch.set_float32_matmul_precision` changes this, also on a CPU:
@@ -206,8 +186,7 @@ torch.set_float32_matmul_precision(before)
 # %% [markdown]
 # The modes for matmuls affect only [fp32
 # tensors](https://docs.pytorch.org/docs/stable/generated/torch.set_float32_matmul_precision.html). If you
-# train in fp32 on an RTX 30, an A100 or a later GPU, usually choose `"high"`. If a GPU's result differs from
-# a CPU's in the fourth digit, check the modes first, because the 11 bits of TF32 are three to four digits.
+# train in fp32 on an RTX 30, an A100 or a later GPU, usually choose `"high"`.
 #
 # For work that needs every digit, turn TF32 off for matmuls and convolutions:
 
@@ -223,11 +202,10 @@ torch.backends.cudnn.allow_tf32 = kept  # for the next cells; leave this line ou
 # ### Old names and new ones
 #
 # Each of these settings also has a new form, such as `torch.backends.cuda.matmul.fp32_precision`. Do not mix
-# old and new: if you change only the new setting, the old one no longer agrees with it. Then PyTorch raises an error
-# as soon as something reads the old one, even in code that is not yours:
-# [Lightning](https://github.com/Lightning-AI/pytorch-lightning/issues/21256) and some versions of
-# [`torch.compile`](https://github.com/pytorch/pytorch/pull/189955) read old settings. Here we cause the error
-# with `torch.get_float32_matmul_precision`, which reads the old setting for matmuls:
+# old and new: if you change only the new setting, the old one no longer agrees with it. Then PyTorch raises
+# an error as soon as something reads the old one.
+# [Lightning](https://github.com/Lightning-AI/pytorch-lightning/issues/21256), for example, reads it. Here we
+# cause the error with `torch.get_float32_matmul_precision`, which reads the old setting for matmuls:
 
 # %%
 matmul = torch.backends.cuda.matmul
@@ -280,21 +258,22 @@ assert not in_fp16.isfinite().all()
 #
 # If a value is larger, run the model in fp32, or use one of two remedies:
 #
-# - **Keep the layers with such values in fp32**, and the rest in fp16. In the transformers library, a model
-#   class can list these layers in `_keep_in_fp32_modules`, as T5 does.
+# - **Keep the layers with such values in fp32**, and the rest in fp16.
 # - **Move a power of two from one layer to the next** (exercise 4). Divide one layer's weight and bias by
-#   this factor, and multiply the next layer's weight by the same factor. The model's outputs stay exactly
-#   the same if the function between the layers returns twice the output for twice the input. ReLU does, but
-#   GELU does not. <!-- tests/notebooks/test_19_choose_your_precision.py -->
+#   this factor, and multiply the next layer's weight by the same factor. This works with a ReLU between the
+#   layers, but not with a GELU. <!-- tests/notebooks/test_19_choose_your_precision.py -->
 #
 # ## What other frameworks call it
 #
 # Other frameworks use three words:
 #
 # - **Mixed** usually means autocast. The weights keep their dtype, which is fp32 unless you load them in 16 bits.
-# - **True** means that the weights are cast, for example to bf16. Then gradients and optimizer state are in bf16 too.
-# - **bf16** alone has three meanings. In accelerate and transformers it means mixed. In torchtune it means
-#   true. In DeepSpeed it means bf16 weights in the model and an fp32 copy of them in the optimizer.
+# - **True** means that the weights are cast, for example to bf16. Then gradients and the state of torch's
+#   AdamW are in bf16 too.
+# - **bf16** alone has three meanings. In accelerate and transformers, without DeepSpeed, it means mixed. In
+#   [torchtune](https://docs.pytorch.org/torchtune/stable/tutorials/memory_optimizations.html) it means true.
+#   In [DeepSpeed](https://www.deepspeed.ai/docs/config-json/) it means bf16 weights in the model and an fp32
+#   copy of them in the optimizer.
 #
 # To see what a setting does, we look at the dtypes in a training step. We begin without a framework:
 
@@ -368,38 +347,17 @@ assert set(rows["model.to(bfloat16)"]) == {"bfloat16"}
 # | Keras `mixed_bfloat16` | fp32 | bf16 | fp32 | fp32 | bf16 |
 # | Keras `bfloat16` | bf16 | bf16 | bf16 | bf16 | bf16 |
 #
-# - accelerate and Fabric wrap the model. The wrapper runs it under autocast, and then casts its outputs to fp32.
-#   Lightning's Trainer calls the model itself, so the outputs stay in bf16.
-# - After training with accelerate, you get 16-bit outputs in two steps. First remove the wrapper with
-#   `accelerator.unwrap_model(model, keep_fp32_wrapper=False)`. Then call the model inside `with
-#   accelerator.autocast():`, because autocast was part of the wrapper.
-# - On a CPU, two settings do not do what their names say: Fabric's `16-mixed` computes in bf16, and
-#   accelerate's `fp16` computes in fp32. <!-- tests/notebooks/test_19_choose_your_precision.py -->
+# In mixed precision, accelerate and Fabric wrap the model. The wrapper runs it under autocast, and then casts
+# its outputs to fp32. Lightning's Trainer calls the model itself, so the outputs stay in bf16.
 #
 # On a GPU, according to their documentation, the settings
-# [`16-mixed`](https://lightning.ai/docs/fabric/latest/fundamentals/precision.html),
-# [`fp16=True`](https://huggingface.co/docs/transformers/en/mixed_precision_training) and
-# [`mixed_float16`](https://keras.io/api/mixed_precision/) use fp16 instead of bf16 and include a scaler.
+# [`16-mixed`](https://lightning.ai/docs/fabric/latest/fundamentals/precision.html) and
+# [`fp16=True`](https://huggingface.co/docs/transformers/en/mixed_precision_training) use fp16 instead of bf16
+# and include a scaler.
 #
-# In version 5 of transformers, `from_pretrained` loads a model **in the dtype in which it was saved**. For
-# many language models this dtype is bf16. To fine-tune with fp32 weights, pass `dtype=torch.float32`. A saved
-# Keras model keeps its dtype policy ([notebook 12](12_keras.ipynb)).
+# In version 5 of transformers, `from_pretrained` loads a model **in the dtype in which it was saved**. To
+# fine-tune with fp32 weights, pass `dtype=torch.float32`.
 # <!-- tests/notebooks/test_19_choose_your_precision.py -->
-#
-# We could not run the next four frameworks here. According to their documentation:
-#
-# - **DeepSpeed**, `"bf16": {"enabled": true}`: weights and matmuls are in bf16. ZeRO keeps the optimizer state and
-#   a copy of the weights in fp32. `grad_accum_dtype` is the dtype in which gradients accumulate
-#   ([settings](https://www.deepspeed.ai/docs/config-json/)).
-# - **torchtitan**: weights are in fp32. `mixed_precision_param` is the dtype of matmuls.
-#   `mixed_precision_reduce` is the dtype in which FSDP2 sums gradients ([notebook 11](11_scale_out.ipynb),
-#   [settings](https://github.com/pytorch/torchtitan/tree/main/torchtitan/config)).
-# - **torchtune**, `dtype: bf16`: weights, gradients and optimizer state are in bf16, as with
-#   `model.to(torch.bfloat16)`
-#   ([precision](https://docs.pytorch.org/torchtune/stable/tutorials/memory_optimizations.html)).
-# - **JAX with Flax**: there is no autocast. Layers such as `Linear` have a `dtype` for matmuls and a
-#   `param_dtype` for weights
-#   ([layers](https://flax.readthedocs.io/en/stable/api_reference/flax.nnx/nn/linear.html)).
 #
 # ## Summary
 #
