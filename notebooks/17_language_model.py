@@ -54,23 +54,20 @@ assert (query.dtype, rotated.dtype) == (torch.bfloat16, torch.float32)
 
 # %% [markdown]
 # If you add or multiply a bf16 tensor and an fp32 tensor such as this table, the result is in fp32 until
-# autocast casts it down for the next matmul. An fp32 tensor takes twice the memory of a bf16 tensor. The
-# extra precision is often useful, but you should know where fp32 appears.
+# autocast casts it down for the next matmul. An fp32 tensor takes twice the memory of a bf16 tensor.
 #
 # ## A small GPT
 #
-# We train the GPT of `amp-lab train` ([its source](../src/amp_lab/models/gpt.py)). It is built like
-# today's language models:
+# We train the GPT of `amp-lab train` ([its source](../src/amp_lab/models/gpt.py)). Like many language models,
+# it has these parts:
 #
-# - The *residual stream* begins as the embedding of the tokens. Each block adds to it twice.
-# - A block consists of causal attention and an MLP of two layers. An RMSNorm comes before the
-#   attention and before the MLP.
-# - In the attention, rotary embeddings rotate the queries (q) and keys (k) by angles that grow with
-#   the position. The values (v) are not rotated.
-# - The embedding and the last layer share one weight matrix (tied weights).
+# - The *residual stream* begins as the embedding of the tokens, and each block adds to it.
+# - A block consists of causal attention and an MLP, with an RMSNorm before each.
+# - In the attention, rotary embeddings rotate the queries (q) and keys (k) by angles that grow with the
+#   position. The values (v) are not rotated.
 #
 # The text is the source of the module `argparse`, with one token per character. `lm.split` keeps the last
-# tenth for testing ([its source](course/language_model.py)). <!-- code -->
+# tenth for testing. <!-- code -->
 
 # %%
 text = inspect.getsource(argparse)
@@ -82,8 +79,8 @@ print(f"{sum(p.numel() for p in small.parameters()):,} parameters, {len(text):,}
 # %% [markdown]
 # ## Where fp32 comes in
 #
-# `xray` shows what autocast does to each module. It runs the model on fake tensors, which have a shape
-# and a dtype but no values. So you do not need the device. We ask about bf16 on a CUDA GPU:
+# `xray` shows what autocast does to each module. It runs the model on fake tensors, so you do not need the
+# device. We ask about bf16 on a CUDA GPU:
 
 
 # %%
@@ -105,16 +102,13 @@ assert dtypes["blocks.0.qkv"] == dtypes["blocks.0.rotate"] == dtypes[""] == torc
 result
 
 # %% [markdown]
-# A row such as `blocks.0 … 1.qkv` adds up this module in both blocks. A row with *itself* leaves out the
-# submodules. *Ops* and *casts* count the ops of the module and the casts that autocast inserts. *Work* is
-# the share of the FLOPs, and *work in* is the dtype of the matmuls. *Other ops in* is the dtype of the other
-# ops, and *output* is the dtype that the module returns.
+# *Work in* is the dtype of the matmuls, and *other ops in* that of the other ops. *Output* is the dtype that
+# the module returns ([the other columns](09_xray_your_model.ipynb)).
 #
 # All matmuls run in bf16. Three parts run in fp32:
 #
-# - **The residual stream**: the embedding is fp32, and bf16 plus fp32 gives fp32. This costs memory
-#   but helps accuracy: each block adds a small amount, and bf16 would round every sum.
-# - **The norms**: they read the residual stream, which is fp32.
+# - **The residual stream**: the embedding is fp32, and bf16 plus fp32 gives fp32.
+# - **The norms**: they read the residual stream.
 # - **The rotations**: their cosines are fp32. The model casts the result back to bf16 with
 #   `.to(x.dtype)`.
 #
@@ -124,10 +118,10 @@ result
 # [transformers](https://github.com/huggingface/transformers/blob/main/src/transformers/loss/loss_utils.py)
 # and `lm.loss_of` do.
 #
-# **Do not cast the whole model** with `model.to(torch.bfloat16)`, because this also casts buffers. For
-# example, a Llama model of transformers stores the rates of its rotations in a buffer. It multiplies each
-# rate by the position to get an angle. If the rates or the positions are bf16, the angles are [wrong in long
-# texts](08b_learning.ipynb#Positions-or-counts-are-wrong-beyond-256).
+# **Do not cast the whole model** with `model.to(torch.bfloat16)`, because this also casts buffers. A Llama
+# model of transformers stores the rates of its rotations in a buffer. If the rates are bf16, the angles are
+# [wrong in long texts](08b_learning.ipynb#Positions-or-counts-are-wrong-beyond-256).
+# <!-- tests/notebooks/test_17_language_model.py -->
 #
 # **Load the model in the dtype that you want** instead: `from_pretrained(…, dtype=…)` leaves the rates in
 # fp32. For full fine-tuning, load the model in fp32 and use autocast, because bf16 weights [can lose small
@@ -151,26 +145,18 @@ print("outside:", message)
 assert message.startswith("Expected query, key, and value to have the same dtype")
 
 # %% [markdown]
-# The dtype also decides which kernel runs. For NVIDIA GPUs [PyTorch's
-# rules](https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/native/transformers/cuda/sdp_utils.cpp)
-# are:
+# On an NVIDIA GPU, the dtype also decides [which
+# kernel](../docs/compile_and_kernels.md#which-attention-kernel-does-scaled_dot_product_attention-run) runs.
 #
-# - **Flash attention** supports fp16 and bf16 on Ampere and later, but not the argument `attn_mask`.
-# - **cuDNN's kernel** supports `attn_mask`, but its gradients with a mask can be NaN [in torch 2.11 and
-#   some later versions](https://github.com/pytorch/pytorch/issues/196678).
-# - **Otherwise** PyTorch silently uses another kernel, usually a slower one. This happens, for example, to
-#   a model in fp32 or on a T4.
-#
-# To be sure of a kernel, call attention inside the block `with sdpa_kernel(SDPBackend.FLASH_ATTENTION):`. If
+# To be sure of flash attention, call attention inside `with sdpa_kernel(SDPBackend.FLASH_ATTENTION):`. If
 # this kernel cannot run, attention raises an error, and warnings say why.
 # <!-- tests/notebooks/test_17_language_model.py -->
 #
 # ## Train it in each precision
 #
-# `lm.train` is the loop of [notebook 04](04_fp32_vs_amp.ipynb). Its first loss scale for fp16 is small
-# enough that no step is skipped. We train with three seeds in each precision. The test loss is always
-# computed in fp32, so that only the training differs. Before you run this: what changes the test loss
-# more, the precision or the seed?
+# `lm.train` is the loop of [notebook 04](04_fp32_vs_amp.ipynb). We train with three seeds in each precision.
+# The test loss is always computed in fp32, so that only the training differs. Before you run this: what
+# changes the test loss more, the precision or the seed?
 
 # %% tags=["nbval-ignore-output"]
 PRECISIONS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -192,25 +178,22 @@ for name, precision in PRECISIONS.items():
 print(f"two seeds in fp32 differ by up to {between_seeds:.2g}")
 
 # %% [markdown]
-# The precision changes the loss far less than the seed does. The first line shows a difference of 0, because
-# fp32 is the baseline. The quick scale trains for only 60 steps, so train your own model for longer. If the
-# precision then changes the loss more than the seed does, look for the cause in [notebook
-# 08](08_when_amp_breaks.ipynb).
+# The precision changes the loss far less than the seed does. If the precision changes the loss of your own
+# model more than the seed does, look for the cause in [notebook 08](08_when_amp_breaks.ipynb).
 #
 # ## The loss over a large vocabulary
 #
-# Our vocabulary has one entry for each character that occurs. The vocabulary of Llama 3 has [128,256
+# The vocabulary of Llama 3 has [128,256
 # entries](https://github.com/pytorch/torchtune/blob/main/torchtune/models/llama3/_model_builders.py). With
-# many tokens in a batch, the logits can be the largest tensor of the step. At the peak of the backward
-# pass, four tensors of this shape are in memory:
+# many tokens in a batch, the logits can be the largest tensor of the step. At the peak of the backward pass,
+# four tensors of this shape are in memory:
 #
 # - the logits in bf16, which the model returns;
 # - the log-softmax in fp32;
 # - the gradient of the log-softmax in fp32;
 # - the gradient of the logits in fp32.
 #
-# The copy that `.float()` makes has been freed by then. <!-- tests/notebooks/test_17_language_model.py -->
-# We compute the sizes for a batch of 8 x 2048 tokens:
+# <!-- tests/notebooks/test_17_language_model.py --> We compute the sizes for a batch of 8 x 2048 tokens:
 
 # %%
 values = 8 * 2048 * 128_256
@@ -219,9 +202,9 @@ print(f"logits: {values * 2 / 2**30:.1f} GiB, all four tensors: {total:.1f} GiB"
 assert 27 < total < 28
 
 # %% [markdown]
-# Autocast does not help, because the loss needs fp32. Instead, compute the loss **in chunks** of tokens,
-# each in a checkpoint. The backward pass then computes the logits again, one chunk at a time, and frees
-# them. The loss is the same, and the gradients agree up to rounding:
+# Autocast does not help, because the loss needs fp32. Instead, compute the loss **in chunks** of tokens, each
+# in a checkpoint. The backward pass then computes the logits again, one chunk at a time, and frees them. The
+# gradients agree with those of the usual loss up to rounding:
 
 
 # %%
@@ -237,7 +220,7 @@ def chunked_loss(hidden, weight, targets, chunks):
 
 
 # %% [markdown]
-# We compare the loss in chunks with the usual loss, for 1024 tokens and a vocabulary of 8000:
+# We compare these gradients with the usual ones, for 1024 tokens and a vocabulary of 8000:
 
 # %%
 torch.manual_seed(0)
@@ -253,8 +236,8 @@ print(f"fp32 logits: {1024 * 8000 * 4 / 2**20:.1f} MiB, one chunk: {64 * 8000 * 
 #
 # From torch 2.13 on,
 # [`F.linear_cross_entropy`](https://docs.pytorch.org/docs/2.13/generated/torch.nn.functional.linear_cross_entropy.html)
-# with its argument `options` computes the loss in chunks too. Autocast does not cast the inputs of this
-# function, and bf16 inputs give a loss in bf16. <!-- tests/notebooks/test_17_language_model.py -->
+# with its argument `options` computes the loss in chunks too.
+# <!-- tests/notebooks/test_17_language_model.py -->
 #
 # ## Fine-tune with LoRA
 #
@@ -343,9 +326,8 @@ assert dtypes["blocks.0.qkv"] == dtypes["blocks.1"] == torch.bfloat16  # no fp32
 #
 # We take the layer `up` of the second block's MLP, and scale its update to four sizes: as large as the weight
 # (by their norms), and 100, 1000 and 10,000 times smaller. For each size, we count the values of the weight
-# that did not change. We also compute how far the weight moved in the direction of the update: 100 % would
-# be the whole update. Before you run this: how much is left of an update that is 1000 times smaller than the
-# weight?
+# that did not change, and compute how much of the update is left. Before you run this: how much is left of an
+# update that is 1000 times smaller than the weight?
 
 # %% tags=["nbval-ignore-output"]
 layer = adapted.blocks[1].up
@@ -364,18 +346,14 @@ assert stayed[1e-3] > 0.5
 
 # %% [markdown]
 # Neighbouring bf16 numbers are 0.4 to 0.8 % apart, and each value is rounded to the nearest one. If the
-# update is a hundredth of the weight, some values move too far, and others too little or not at all. On
-# average, these errors cancel, so about 100 % of the update is left. If the update is a thousandth of the
-# weight, most changes are smaller than half the distance to the next number. These values stay the same, and a
-# large part of the update is lost. So choose one of these:
+# update is a thousandth of the weight, most changes are smaller than half the distance to the next number.
+# These values stay the same, and a large part of the update is lost. So choose one of these:
 #
 # - Keep the adapter separate.
 # - Merge into a copy in **fp32**.
 # - If the result has to be bf16, merge in fp32 and round **once**. `merge_and_unload` of
 #   [peft](https://huggingface.co/docs/peft) rounds once; with `safe_merge=True` it rounds
 #   twice. <!-- tests/notebooks/test_17_language_model.py -->
-# - If the base was quantised for training ([QLoRA](https://arxiv.org/abs/2305.14314)), dequantise the base
-#   and merge into the result, because the adapter was trained on the dequantised values.
 #
 # ## The same prompt, another text
 #
@@ -408,9 +386,8 @@ assert abs(in_bf16 - in_fp32) < 0.01
 
 # %% [markdown]
 # A text diverges at a *near tie*: the gap between the two largest logits is so small that the rounding to
-# bf16 changes their order. Here the gaps were at most 0.026, and bf16 moved a logit by up to 0.033. (The
-# assert allows larger gaps, because bf16 moves both logits.) The rest of the text then differs, because each
-# character depends on those before it.
+# bf16 changes their order. Here the gaps were at most 0.026, and bf16 moved a logit by up to 0.033. The rest
+# of the text then differs, because each character depends on those before it.
 #
 # But the model is not worse in bf16: the test loss is nearly the same. So compare models by their loss, or
 # by how often they choose the same next token. Do not compare whole texts.
@@ -434,10 +411,8 @@ for name, limit in (("fp32", 1e-3), ("bf16", 0.5)):
 # - with the same batch on the same machine, use
 #   [`torch.use_deterministic_algorithms`](https://docs.pytorch.org/docs/stable/notes/randomness.html).
 #
-# On another device or with other libraries, the same bits are [not
-# guaranteed](https://docs.pytorch.org/docs/stable/notes/numerical_accuracy.html). `amp-lab diff
-# --batch-sizes` shows whether the results of two batch sizes differ by more than rounding, and which op
-# differs first. <!-- tests/difference/test_first_difference.py -->
+# `amp-lab diff --batch-sizes` shows whether the results of two batch sizes differ by more than rounding.
+# <!-- tests/difference/test_first_difference.py -->
 #
 # **The cache** has a dtype too. If a Llama model of transformers has fp32 weights and runs under
 # autocast, it rotates the keys with fp32 cosines. Its cache is then fp32 and takes twice the memory of a bf16
@@ -458,9 +433,7 @@ for name, limit in (("fp32", 1e-3), ("bf16", 0.5)):
 #   and the choice of each next token.
 #
 # A model that was trained in bf16 may overflow in fp16. [Notebook
-# 19](19_choose_your_precision.ipynb#Trained-in-bf16,-on-a-GPU-without-it) shows how to check this. `amp-lab
-# train --dataset stdlib --model gpt-nano` trains a larger GPT from the command line
-# ([train](../docs/train.md)).
+# 19](19_choose_your_precision.ipynb#Trained-in-bf16,-on-a-GPU-without-it) shows how to check this.
 #
 # ## Exercises
 #

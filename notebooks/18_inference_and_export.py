@@ -28,7 +28,6 @@ import io
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from course import figures, start
 from course.digits_network import TRAINED, trained_network
@@ -42,9 +41,8 @@ figures.use_style()
 # %% [markdown]
 # ## The idea in five lines
 #
-# We need a trained network, so that its decisions mean something. [This
-# one](course/digits_network.py) has three convolutions and recognises handwritten digits. We test it on
-# images that it was not trained on, because it is less sure about those:
+# We need a trained network, so that its decisions mean something. [This one](course/digits_network.py) has
+# three convolutions and recognises handwritten digits. We test it on images that it was not trained on:
 
 # %% tags=["nbval-ignore-output"]
 model, images, labels = trained_network(device, steps={"quick": 100, "full": 500}[scale])
@@ -76,13 +74,12 @@ assert changed < 0.02 * len(tests)
 # - **Autocast** keeps the weights in fp32 and casts them in each call. It runs some sensitive ops in fp32
 #   ([notebook 02](02_autocast_dtypes.ipynb) has the list), and the model does not change. Use it to
 #   evaluate during training, or if you do not know which parts need fp32.
-# - **Cast once** halves the memory of the weights and saves their casts. You have to take care of
-#   inputs and sensitive parts yourself. Use it for a model that only runs inference.
+# - **Cast once** halves the memory of the weights and saves their casts. You have to cast the inputs
+#   yourself. Use it for a model that only runs inference.
 # - **Compile** the model in either case, to fuse the small ops between the matmuls.
 #
-# We compare six ways: the fp32 model, autocast to bf16, and the model cast once to bf16 or to fp16. The
-# other two are the fp32 model and the bf16 model, compiled. For each way we print how far the outputs are
-# from those in fp32, and how many decisions change:
+# We compare six ways. For each way we print how far the outputs are from those in fp32, and how many
+# decisions change:
 
 
 # %%
@@ -119,9 +116,8 @@ for name, run in {**WAYS, "fp16 cast once": lambda x: half(x.half())}.items():
 assert quality(outputs["fp16 cast once"])[0] < quality(outputs["bf16 cast once"])[0]
 
 # %% [markdown]
-# All outputs are within two percent of those in fp32. fp16 is closer than bf16, because it has three
-# more bits of mantissa. In inference no gradients can underflow, so fp16 is more accurate wherever
-# weights and activations fit its range. The values of a model that was trained in bf16 may not fit
+# All outputs are within two percent of those in fp32. fp16 is closer than bf16, because it has three more
+# bits of mantissa. The values of a model that was trained in bf16 may not fit into the range of fp16
 # ([notebook 19](19_choose_your_precision.ipynb#Trained-in-bf16,-on-a-GPU-without-it)).
 #
 # How long does each way take, for one image and for 256 images?
@@ -136,11 +132,10 @@ for batch in (1, 256):
     assert not times.ratio("fp32 compiled", "bf16 compiled").is_above(40)
 
 # %% [markdown]
-# Each row shows the time of a call and its speed-up over fp32, with an interval. On our two CPU cores
-# bf16 took longer than fp32 for a single image, even with weights cast once. With 256 images bf16 was
-# faster, most of all when compiled. To see what bf16 alone gains, compare the compiled bf16 with the
-# *compiled* fp32. On [a T4, V100 or RTX 20](../docs/hardware.md#t4-v100-and-rtx-20), expect bf16 to be
-# slow, and use fp16. `amp-lab advise` times such ways for [your model](../docs/your_model.md).
+# Each row shows the time of a call and its speed-up over fp32, with an interval. On our two CPU cores bf16
+# took longer than fp32 for a single image, even with weights cast once. With 256 images bf16 was faster, most
+# of all when compiled. To see what bf16 alone gains, compare the compiled bf16 with the *compiled* fp32.
+# `amp-lab advise` times such ways for [your model](../docs/your_model.md).
 #
 # ## Which decisions change?
 #
@@ -189,39 +184,9 @@ print(refused[:100])
 assert refused
 
 # %% [markdown]
-# **Outputs**: cast them to fp32 with `.float()` before you compare, sort or add them. Here we search
-# for the nearest neighbour of each image, by the features before the last layer. Before you run this:
-# in how many searches will bf16 find a different neighbour from fp32?
-
-
-# %%
-def most_similar(features):
-    """The most similar other image of each, and the share of images with two of them (ties)."""
-    similar = (features @ features.T).fill_diagonal_(-1)
-    two = similar.topk(2, dim=1)
-    return two.indices[:, 0], (two.values[:, 0] == two.values[:, 1]).float().mean().item()
-
-
-# %% [markdown]
-# We round the features to bf16, and compare them once in bf16 and once in fp32:
-
-# %% tags=["nbval-ignore-output"]
-with torch.inference_mode():
-    features = F.normalize(model[:-1](images), dim=1)
-    exact, _ = most_similar(features)
-    low = features.bfloat16()
-    other = {}
-    for what, rounded in (("in bf16", low), ("bf16 features, in fp32", low.float())):
-        found, ties = most_similar(rounded)
-        other[what] = (found != exact).float().mean().item()
-        print(f"{what}: another image in {other[what]:.0%} of the searches, ties in {ties:.0%}")
-assert other["in bf16"] > 2 * other["bf16 features, in fp32"] > 0
-
-# %% [markdown]
-# The best similarities are just below 1, where bf16 numbers are 1/256 apart, so many searches end in a
-# tie. If we compute the similarities in fp32, the ties disappear. Some searches still find a different
-# neighbour, because the features themselves were rounded. If these differences matter to you, keep the
-# features in fp32.
+# **Outputs**: cast them to fp32 with `.float()` before you compare, sort or add them. If you search for the
+# most similar features in bf16, for example, many of the similarities near 1 are equal.
+# <!-- tests/notebooks/test_18_inference_and_export.py -->
 #
 # **Weights**: if you change them for inference, change them in fp32 and cast afterwards. An example is
 # folding a batch norm into the convolution before it (exercise 4). If you cast first, the result is
@@ -262,8 +227,8 @@ for call, count in compilations.items():
 assert list(compilations.values()) == [1, 2, 2, 3, 4, 5]
 
 # %% [markdown]
-# The second batch size causes another compilation, and the new code fits every size from 2 on. A batch
-# of 1, autocast and gradients each cause another compilation. To avoid these compilations:
+# The second batch size causes another compilation, whose code fits the third size too. A batch of 1, autocast
+# and gradients each cause another compilation. To avoid these compilations:
 #
 # - Always use the same gradient mode and autocast state.
 # - Pad a single request to a batch of two.
@@ -271,10 +236,6 @@ assert list(compilations.values()) == [1, 2, 2, 3, 4, 5]
 # - Mark a size as changing with `torch._dynamo.mark_dynamic`, which saves the second compilation.
 #
 # `torch.compiler.set_stance("fail_on_recompile")` turns another compilation into an error.
-# <!-- tests/notebooks/test_18_inference_and_export.py -->
-#
-# Compiled code does not use autocast's cache of casts: a compiled layer that is called 16 times in an
-# autocast block casts its weight 16 times. Compile the loop around it, or cast the weights once.
 # <!-- tests/notebooks/test_18_inference_and_export.py -->
 #
 # **The results can differ a little** from the results in eager mode. In eager mode, bf16 is rounded
@@ -303,8 +264,7 @@ assert off["compiled"] <= off["eager"]
 
 # %% [markdown]
 # In torch 2.15, `options={"numerics": "strict"}` makes a compiled kernel round where eager mode does
-# ([more](../docs/compile_and_kernels.md#how-do-i-make-torchcompile-give-the-same-bits-as-eager-mode)). This
-# does not guarantee the same bits for a whole model, because the compiler also rewrites ops.
+# ([more](../docs/compile_and_kernels.md#how-do-i-make-torchcompile-give-the-same-bits-as-eager-mode)).
 # <!-- tests/answers/test_compile_and_kernels.py -->
 #
 # ## Export
@@ -321,13 +281,9 @@ print("exported inside autocast, it returns", program.module()(x).dtype)
 assert program.module()(x).dtype is torch.float32
 
 # %% [markdown]
-# The graph does not keep autocast: you expect a bf16 program, but it computes in fp32. Two other cases
-# behave differently:
-#
-# - If `forward` contains the autocast block, the graph keeps it for the device type that it names. The
-#   weights in the file are still fp32.
-# - `torch.onnx.export` inside a bf16 autocast block keeps the casts. But ONNX Runtime's CPU backend refuses the
-#   file, because it lacks operators in bf16.
+# The graph does not keep autocast: you expect a bf16 program, but it computes in fp32. If `forward` itself
+# contains the autocast block, the graph keeps it for the device type that it names. The weights in the file
+# are still fp32. <!-- tests/notebooks/test_18_inference_and_export.py -->
 #
 # So **cast first**: the graph then has bf16 weights and ops. We save the program and load it again.
 # (The example has two images. If you export with one image, the program accepts only a batch of 1.)
@@ -347,9 +303,9 @@ with torch.inference_mode():
 print(f"{len(file.getvalue()) / 1024:.0f} KiB, and the same outputs for {len(from_file)} images")
 
 # %% [markdown]
-# The outputs are the same, bit for bit. For other engines export **ONNX**. Use fp16 if you run the
-# file with ONNX Runtime on a CPU. We compare the decisions of the ONNX file with those of torch in
-# fp32:
+# The outputs are the same, bit for bit. For other engines export **ONNX**. Use fp16 if you run the file with
+# ONNX Runtime on a CPU. <!-- tests/notebooks/test_18_inference_and_export.py --> We compare the decisions of
+# the ONNX file with those of torch in fp32:
 
 # %% tags=["nbval-ignore-output"]
 try:
@@ -367,9 +323,6 @@ else:
     assert same > 0.98 * len(tests)
 
 # %% [markdown]
-# The older exporter (`dynamo=False`) may write an `arange` in fp16, which ONNX Runtime refuses. The new
-# exporter writes it in another dtype and casts the result. <!-- tests/notebooks/test_18_inference_and_export.py -->
-#
 # For a run of `amp-lab train`, one command exports the model: `amp-lab export runs/x model.onnx
 # --dtype fp16` (or `.pt2`, `.safetensors`). It casts a copy, reports what the cast changed, and compares
 # decisions before it writes the final file. <!-- tests/train/test_export.py -->
@@ -398,21 +351,15 @@ assert far["int8-rowwise"] < 2 * quality(outputs["bf16 cast once"])[0] < far["fp
 assert far["fp8-rowwise"] < far["nvfp4"]
 
 # %% [markdown]
-# Here INT8 with a scale for each row is about as accurate as bf16. FP8 has only three bits of mantissa
-# and is less accurate. NVFP4 has only four bits and is the least accurate. In this easy task even
-# NVFP4 changes few decisions.
+# Here INT8 with a scale for each row is about as accurate as bf16. FP8 has only three bits of mantissa and is
+# less accurate. NVFP4 has only four bits and is the least accurate.
 #
-# [torchao](https://github.com/pytorch/ao/tree/main/torchao/quantization) really stores the weights of a
-# model's linear layers in fewer bits: <!-- tests/notebooks/test_18_inference_and_export.py -->
+# [torchao](https://github.com/pytorch/ao/tree/main/torchao/quantization) stores the weights of a model's
+# linear layers in fewer bits: <!-- tests/notebooks/test_18_inference_and_export.py -->
 #
 # - `quantize_(model, Int8WeightOnlyConfig())`, or `Float8WeightOnlyConfig()`, stores them in eight bits.
 # - `Float8DynamicActivationFloat8WeightConfig()` also casts the activations, for a matmul in FP8. It
 #   needs a GPU with FP8, and skips layers whose sizes are not multiples of 16.
-# - Four bits need more care. [GPTQ](https://arxiv.org/abs/2210.17323) corrects the other weights after it
-#   rounds one, and [AWQ](https://arxiv.org/abs/2306.00978) first scales up the channels that matter most. Both
-#   use real inputs for this. For bitsandbytes set
-#   [`bnb_4bit_compute_dtype=torch.bfloat16`](https://huggingface.co/docs/transformers/quantization/bitsandbytes),
-#   because its default is fp32.
 #
 # [Notebook 15](15_below_16_bits.ipynb) explains the formats.
 #
@@ -462,7 +409,7 @@ exercises.check_gibibytes(gibibytes)
 # gibibytes = 8e9 * (1 + 4 / 4096) / 2**30
 # ```
 #
-# INT8 takes about 7.5 GiB, and bf16 takes 14.9 GiB.
+# INT8 takes about 7.5 GiB.
 #
 # </details>
 #

@@ -81,6 +81,19 @@ def test_a_compiled_layer_casts_its_weight_in_each_call_and_a_compiled_loop_once
     assert len(kept) == copies
 
 
+def test_many_similarities_near_1_are_equal_in_bf16_and_none_in_fp32():
+    torch.manual_seed(0)
+    features = nn.functional.normalize(1 + 0.2 * torch.randn(300, 64)).to(BF16)
+    ties = {}
+    for dtype in (BF16, torch.float32):
+        similar = features.to(dtype) @ features.to(dtype).T
+        best = similar.fill_diagonal_(-1).topk(2).values
+        assert best.min() > 0.9
+        ties[dtype] = (best[:, 0] == best[:, 1]).float().mean()
+    assert ties[BF16] > 0.5
+    assert ties[torch.float32] < 0.01
+
+
 def test_a_batch_norm_is_folded_in_fp32_before_the_cast():
     torch.manual_seed(0)
     convolution, norm = nn.Conv2d(4, 8, 3, bias=False).eval(), nn.BatchNorm2d(8).eval()
