@@ -51,19 +51,18 @@ assert (small, large, total) == (0, math.inf, 2048)
 assert 2048 * torch.finfo(torch.float16).eps == 2  # the spacing at 2048
 
 # %% [markdown]
-# None of the three results is right, and each is wrong for a different reason:
+# None of the three results is right:
 #
 # - The first number is too small for the range of fp16. It *underflows* to zero.
 # - The second number is too large. It *overflows* to infinity.
-# - The sum lies well within the range, but there is no fp16 number between 2048 and 2050. So adding 1
-#   changes nothing. This is called *swamping*.
+# - There is no fp16 number between 2048 and 2050, so adding 1 changes nothing. This is called *swamping*.
 #
 # ## What the bits mean
 #
 # A floating-point number consists of a sign, an exponent and a mantissa. It usually stands for
 # $(-1)^\text{sign} \times 2^{\text{exponent} - \text{bias}} \times 1.\text{mantissa}$. The bias is a
-# constant of the format. The exponent says between which two powers of two the number lies. The mantissa
-# says where between them.
+# constant of the format. The exponent says between which two powers of two the number lies, and the
+# mantissa says where between them.
 #
 # We write 0.1 in five formats. `fields` reads the bits of a number
 # ([`course/number_formats.py`](course/number_formats.py)). The columns are the sign, the exponent, the
@@ -79,22 +78,18 @@ for name, dtype in FORMATS.items():
     assert value == number.item()
 
 # %% [markdown]
-# No format can represent 0.1 exactly, so each stores the nearest number that it can represent. Compare the
-# columns:
+# Compare the columns:
 #
 # - **fp32 and bf16** have the same 8 exponent bits. bf16 is fp32 with 16 bits of the mantissa rounded
 #   away.
 # - **fp16** has as many bits as bf16, but three more for the mantissa and three fewer for the exponent.
 # - **The names of the fp8 formats** count the bits: E5M2 has 5 for the exponent and 2 for the mantissa.
-#   E5M2 has the exponent of fp16, just as bf16 has the exponent of fp32.
 #
 # ### TF32 has no dtype
 #
-# TF32 is not a storage format but a faster way to multiply fp32 matrices. Some GPUs ([NVIDIA's since
-# Ampere](https://docs.pytorch.org/docs/stable/notes/cuda.html#tensorfloat-32-tf32-on-ampere-and-later-devices),
-# for example) may read each fp32 input as if its mantissa had only 10 bits. Some kernels round the other
-# 13 bits away. Others cut them off, as [a report on Triton](https://github.com/triton-lang/triton/issues/4574) says.
-# `to_tf32` imitates the rounding.
+# TF32 is not a storage format but a faster way to multiply fp32 matrices. [NVIDIA's GPUs since
+# Ampere](https://docs.pytorch.org/docs/stable/notes/cuda.html#tensorfloat-32-tf32-on-ampere-and-later-devices)
+# may read each fp32 input as if its mantissa had only 10 bits. `to_tf32` imitates this by rounding.
 
 # %%
 tenth, huge = to_tf32(torch.tensor(0.1)), to_tf32(torch.tensor(1e30))
@@ -119,7 +114,7 @@ assert torch.tensor(1e30).half() == math.inf
 # they have fewer significant bits.
 #
 # In the table, the normal range goes from the smallest normal number to the largest number. The last
-# column gives the precision in decimal digits (the 1 before the mantissa counts too).
+# column gives the precision in decimal digits.
 
 # %%
 print(f"{'format':<10}{'smallest':<10}{'normal range':<24}{'eps':<7}digits")
@@ -146,27 +141,21 @@ pictured = {name: spacing_by_magnitude(name) for name in LIMITS}
 _ = figures.range_and_spacing(pictured)
 
 # %% [markdown]
-# In the upper half, each bar shows the range of a format. The bars of fp32, tf32 and bf16 are more than 250
-# powers of two long. The bars of fp16 and fp8 are short, and a quarter of fp16's bar is subnormal (hatched).
+# In the upper half, each bar shows the range of a format. Its subnormal part is hatched.
 #
 # The lower half shows the relative spacing at each power of two. Where its numbers are normal, each line is
-# flat at eps, because **the spacing doubles with each power of two**. (The figure shows no other numbers. Just
-# below a power of two, the relative spacing is only eps/2.) For subnormal numbers, the relative spacing grows
-# as the numbers become smaller. At the smallest positive number it is 1, because the next number is twice as
-# large.
-# <!-- tests/notebooks/test_01_number_formats.py -->
+# flat at eps, because **the spacing doubles with each power of two**. For subnormal numbers, the relative
+# spacing grows as the numbers become smaller. <!-- tests/notebooks/test_01_number_formats.py -->
 #
-# With 16 bits you have to choose: fp16 is finer (its dotted line lies on that of tf32), and bf16 is wider.
-# A format as wide as bf16 and as fine as fp16 needs 8 bits for the exponent, 10 for the mantissa and 1 for
-# the sign. These are 19 bits, as in TF32.
+# With 16 bits you have to choose: fp16 is finer, and bf16 is wider. A format as wide as bf16 and as fine as
+# fp16 needs 8 bits for the exponent, 10 for the mantissa and 1 for the sign, 19 bits together.
 #
 # ## Rounding
 #
 # The exact result of a cast, an addition or a multiplication often falls between two numbers of the
 # format. It is then rounded to the nearer one. A result exactly in the middle is a *tie*, which goes to
 # the number whose last bit is 0 (*round to nearest, ties to even*). From 2048 to 4096 fp16 has only the
-# even numbers, so every odd number is a tie. We round the integers from 2048 to 2056 to fp16. Then we add
-# 2048, 1 and 1 in two orders. Will both orders give the same sum?
+# even numbers, so every odd number is a tie. We round the integers from 2048 to 2056 to fp16.
 
 # %%
 numbers = torch.arange(2048.0, 2057)
@@ -174,19 +163,10 @@ print("fp32:", *(f"{n:.0f}" for n in numbers))
 print("fp16:", *(f"{n:.0f}" for n in numbers.half()))
 assert numbers.half().tolist() == [2048, 2048, 2050, 2052, 2052, 2052, 2054, 2056, 2056]
 
-big, one = torch.tensor(2048.0).half(), torch.tensor(1.0).half()
-print(f"(2048 + 1) + 1 = {(big + one) + one:g},  2048 + (1 + 1) = {big + (one + one):g}")
-assert (big + one) + one == 2048
-assert big + (one + one) == 2050
-
 # %% [markdown]
 # 2049 was rounded down to 2048 and 2051 up to 2052. The error of one rounding is at most half the spacing.
 # For a normal number, this is at most eps/2 of the number: about 0.4 % in bf16 and 0.05 % in
 # fp16. <!-- tests/notebooks/test_01_number_formats.py -->
-#
-# The last line shows that the order of additions can matter, because each sum is rounded. So [two
-# devices](https://docs.pytorch.org/docs/stable/notes/numerical_accuracy.html) may differ in the last digits,
-# and you should compare floating-point results with a tolerance.
 #
 # ## Overflow
 #
@@ -206,23 +186,19 @@ assert (inf - inf).isnan()
 assert ((inf * 0) + 1).isnan()
 
 # %% [markdown]
-# fp16 returns infinity from 65520 on. The next number after 65504 would be 65536. 65520 lies exactly in the
-# middle. The last bit of 65504 is 1, so this tie goes up, to infinity. bf16 does not overflow here, but it
-# rounds the first three numbers to 65536.
+# fp16 returns infinity from 65520 on. This is the middle between 65504 and 65536, which would be the next
+# number. bf16 does not overflow here, but it rounds the first three numbers to 65536.
 #
 # Infinity minus infinity and infinity times zero are NaN (*not a number*), but 1 divided by infinity is 0.
-# NaN usually spreads to every result that is computed from it.
 #
 # Of the two fp8 formats, E5M2 has infinities, but E4M3 [has none](https://arxiv.org/abs/2209.05433):
 # depending on the version of PyTorch, [a number that is too
-# large](https://github.com/pytorch/pytorch/pull/178817) becomes 448 or NaN. [Notebook
-# 15](15_below_16_bits.ipynb) shows how a scale for each tensor avoids such
-# overflows. <!-- tests/notebooks/test_01_number_formats.py -->
+# large](https://github.com/pytorch/pytorch/pull/178817) becomes 448 or NaN.
+# <!-- tests/notebooks/test_01_number_formats.py -->
 #
 # ## Underflow
 #
-# Small numbers lose their precision step by step. We round 1.7 times some powers of two to fp16, and print
-# the relative error.
+# We round 1.7 times some powers of two to fp16, and print the relative error.
 
 # %%
 for exponent in (-10, -14, -18, -22, -24, -26):
@@ -235,10 +211,8 @@ assert torch.tensor(2.0**-24).half() > 0
 assert torch.tensor(2.0**-25).half() == 0  # a tie between 0 and 2^-24, and zero is the even side
 
 # %% [markdown]
-# Down to 2^-14 the error is about 0.01 %, less than fp16's eps/2 (0.05 %). Below 2^-14 the number is
-# subnormal and loses a bit with each power of two. Between the neighbours 2^-24 and 2^-23 there is no
-# number, so 1.7 x 2^-24 is rounded to 2^-23, and 1.7 x 2^-26 becomes zero. Some matrix units, such as those of AMD's MI200, [flush subnormal
-# fp16 and bf16 numbers to zero](https://docs.pytorch.org/docs/stable/notes/numerical_accuracy.html#reduced-precision-fp16-and-bf16-gemms-and-convolutions-on-amd-instinct-mi200-devices).
+# Down to 2^-14 the error is about 0.01 %. Below 2^-14 the number is subnormal and loses a bit with each
+# power of two. At 2^-26 it becomes zero.
 #
 # ## Swamping
 #
@@ -267,15 +241,14 @@ for name, expected in ends_at.items():
 
 # %% [markdown]
 # In bf16 and in fp16 the weight ends at 1, where it began. Each update was less than half the spacing at
-# 1, so every sum was rounded back to 1. To a weight of 1, fp16 cannot add an update of 1/2048 or less, and
-# bf16 cannot add an update of 1/256 or less. So **bf16 has about the range of fp32, but not its
-# precision**: it even loses updates that fp16 would keep.
+# 1, so every sum was rounded back to 1. **bf16 has about the range of fp32, but not its precision**: it
+# even loses updates that fp16 would keep.
 #
 # ## Three techniques that make 16 bits work
 #
 # In 2018 Micikevicius and others showed in [*Mixed Precision Training*](https://arxiv.org/abs/1710.03740)
-# how to train networks in fp16 to the accuracy of fp32. They use three techniques: two against swamping
-# and one against underflow. We try each on a tiny example.
+# how to train networks in fp16 to the accuracy of fp32. They use three techniques. We try each on a tiny
+# example.
 #
 # ### 1. Master weights in fp32, against swamping
 #
@@ -294,15 +267,15 @@ assert abs(master.item() - 1.1) < 1e-4
 assert 100 <= len(set(copies)) <= 104  # from 1 to 1.1 in steps of 2^-10 there are 103 numbers
 
 # %% [markdown]
-# Now the weight keeps all thousand updates. The copy stays the same for about ten steps and then moves by
-# one spacing. Autocast [works in this way](02_autocast_dtypes.ipynb#The-idea-in-five-lines): it casts the
-# fp32 parameters for the ops that run in 16 bits. But the weights still take the memory of fp32.
+# Now the weight keeps all thousand updates. Autocast [works in this
+# way](02_autocast_dtypes.ipynb#The-idea-in-five-lines): it casts the fp32 parameters for the ops that run
+# in 16 bits.
 #
 # ### 2. Loss scaling, against underflow
 #
-# We take 1024 examples with two classes. The model is right and confident about each: its logits are 12
-# and 0. The gradient of the mean loss with respect to the second logit is the probability of the wrong
-# class, about e^-12, divided by 1024. This gradient is too small for fp16, so we scale the loss.
+# We take 1024 examples with two classes. The model is right about each: its logits are 12 and 0. The
+# gradient of the mean loss with respect to the second logit is the probability of the wrong class, about
+# e^-12, divided by 1024. This gradient is too small for fp16, so we scale the loss.
 
 
 # %%
@@ -322,18 +295,16 @@ assert unscaled == 0
 assert abs(scaled / expected - 1) < fp16.eps  # fp16 rounds once, by eps/2 at most; fp32 little
 
 # %% [markdown]
-# Without a scale the gradient becomes zero. With a scale of 2^16 it arrives with the precision of fp16: the
-# steps in fp32 add almost no error.
+# Without a scale the gradient becomes zero. With a scale of 2^16 it arrives with the precision of fp16.
+#
 # Loss scaling works because backpropagation is linear. If we multiply the loss by 2^16, every gradient is
 # 2^16 times as large on its way through fp16. Afterwards we divide by 2^16 in fp32. Multiplying by a power
-# of two changes only the exponent, so it rounds nothing, unless a scaled gradient overflows. [Notebook
-# 03](03_grad_scaler_step_by_step.ipynb) shows how to find a good scale.
+# of two changes only the exponent, so it rounds nothing, unless a scaled gradient overflows.
 #
 # ### 3. Sums in fp32, against swamping in matmuls
 #
-# Each element of a matmul is a sum of products. The product of two fp16 numbers fits exactly into fp32, so
-# precision is lost only in the sum. We add up 8192 products in fp16 and in fp32. Then we let PyTorch
-# compute the same sum as `a @ b`.
+# Each element of a matmul is a sum of products. We add up 8192 products in fp16 and in fp32. Then we let
+# PyTorch compute the same sum as `a @ b`.
 
 # %%
 torch.manual_seed(0)
@@ -359,32 +330,19 @@ assert not torch.backends.cuda.matmul.allow_fp16_accumulation
 #
 # Are gradients really that small? We train a small network on scikit-learn's handwritten digits in fp32
 # ([`course/digits.py`](course/digits.py)), and look at the gradients with respect to the *activations*
-# before and after training. Under autocast in fp16, most gradients of activations [pass through
-# fp16](02_autocast_dtypes.ipynb#Backward:-no-autocast-there). First we print the median size of
-# the logits' gradients.
+# after training. Under autocast in fp16, most gradients of activations [pass through
+# fp16](02_autocast_dtypes.ipynb#Backward:-no-autocast-there).
 
 # %% tags=["nbval-ignore-output"]
 images, labels = load_images(device)
 model = new_network(device)
-untrained = activation_gradients(model, images[:1024], labels[:1024])
 train(model, images, labels)
 trained = activation_gradients(model, images[:1024], labels[:1024])
-for stage, gradients in (("untrained", untrained), ("trained", trained)):
-    of_logits = gradients[-1][gradients[-1] != 0].abs().log2().median()
-    print(f"{stage:<9} gradients of the logits: median 2^{of_logits:.1f}")
 assert (model(images[:1024]).argmax(dim=1) == labels[:1024]).float().mean() > 0.95
-assert of_logits < -24  # smaller than the smallest number of fp16
 
 # %% [markdown]
-# The gradients are so small for two reasons. First, the mean over 1024 examples divides them by 2^10, in
-# the untrained network too. Second, as the network becomes confident, the probabilities of the wrong classes
-# fall towards zero, and so do the gradients: their median falls from about 2^-13 to about 2^-30. So a loss
-# scale has to be adjusted during training.
-# <!-- tests/notebooks/test_01_number_formats.py -->
-#
-# ReLU makes many gradients exactly zero. We leave these out, multiply the other gradients by a loss scale,
-# round them to fp16, and count how many become zero or subnormal. Before you run this: which share will be
-# lost without a scale?
+# We leave out the gradients that are exactly zero, multiply the others by a loss scale, round them to fp16,
+# and count how many become zero or subnormal. Before you run this: which share will be lost without a scale?
 
 # %% tags=["nbval-ignore-output"]
 gradients = torch.cat([grad.flatten() for grad in trained]).cpu()
@@ -409,19 +367,12 @@ _ = figures.gradients_against_fp16(gradients.abs().log2(), scales=(1, 2**16))
 #
 # - **Scale 1, or 2^0 (above):** nearly all gradients lie in the two grey areas on the left, and more than
 #   a third become zero.
-# - **Scale 2^16 (below):** all gradients move 16 units to the right, and nothing else changes. Almost none
-#   (fewer than 2 %) become zero. `torch.amp.GradScaler` starts with this scale.
+# - **Scale 2^16 (below):** all gradients move 16 units to the right, and nothing else changes. Fewer than
+#   2 % become zero. `torch.amp.GradScaler` starts with this scale.
 #
 # In bf16 none of these gradients becomes zero, so bf16 needs no scaler here.
 #
-# The gradients that vanish are the smallest ones, so a network like this may well train without a scale.
-# But a weight learns nothing if *all* its gradients vanish. [The paper](https://arxiv.org/abs/1710.03740)
-# reports an object detector that diverged in fp16 without loss scaling. With a scale of 8, the detector
-# was as accurate as in fp32.
-#
 # ## Summary
-#
-# Each format has a range and a spacing:
 #
 # | format | largest | digits | used for |
 # |---|---|---|---|
@@ -439,9 +390,6 @@ _ = figures.gradients_against_fp16(gradients.abs().log2(), scales=(1, 2**16))
 # | overflow | a number is too large and becomes infinite, and often NaN later (in E4M3: 448 or NaN) | fp16, fp8 | bf16, or fp32 for that op |
 # | underflow | a number is too small, loses bits and then becomes zero | fp16, fp8 | loss scaling, or bf16 |
 # | swamping | a small number is lost when it is added to a large one | bf16 more than fp16, and fp8 most of all | fp32 master weights and fp32 sums |
-#
-# Mixed precision combines the remedies: weights and sums in fp32, matmuls in 16 bits, and a loss scale for
-# fp16.
 #
 # Next: [notebook 02](02_autocast_dtypes.ipynb) shows how autocast decides which op runs in which format.
 #
@@ -480,7 +428,7 @@ exercises.check_first_missing(first_missing_in_bf16)
 # ```
 #
 # From 128 to 256 the spacing is 128 times 2^-7, which is 1. From 256 on the spacing is 2, so 257 is
-# missing. In fp16 the same happens at 2048, because its eps is 2^-10.
+# missing.
 #
 # </details>
 #
@@ -585,9 +533,6 @@ exercises.check_largest_scale(largest_scale)
 #     return scale
 # ```
 #
-# A `GradScaler` searches in a similar way, but by trying: it doubles the scale from time to time, and
-# halves it after an overflow.
-#
 # </details>
 #
 # ## Further reading
@@ -602,6 +547,6 @@ exercises.check_largest_scale(largest_scale)
 #   arithmetic](https://doi.org/10.1145/103162.103163), ACM Computing Surveys, 1991.
 # - [`torch.finfo`](https://docs.pytorch.org/docs/stable/type_info.html): the limits of a dtype.
 # - [Numerical accuracy](https://docs.pytorch.org/docs/stable/notes/numerical_accuracy.html) in PyTorch:
-#   TF32, reduced precision in sums, and subnormal numbers on AMD's MI200.
+#   TF32 and reduced precision in sums.
 # - [CUDA semantics](https://docs.pytorch.org/docs/stable/notes/cuda.html) in PyTorch: the switches for
 #   sums in fp16 and bf16, and for TF32.
