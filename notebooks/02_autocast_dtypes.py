@@ -42,7 +42,7 @@ _ = torch.manual_seed(0)
 # addition, and `torch.outer`. Before you run this: which dtype does each of the three results have?
 #
 # In this notebook, `low` is the dtype that autocast lowers to. We use the default of the *backend* (the
-# type of device): bf16 on a CPU and fp16 on a GPU. In your own code, write the dtype that you mean.
+# type of device): bf16 on a CPU and fp16 on a GPU.
 
 # %%
 low = torch.get_autocast_dtype(device.type)
@@ -56,10 +56,10 @@ defaults = [torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda", "xpu", "m
 assert defaults == [torch.bfloat16] + [torch.float16] * 3
 
 # %% [markdown]
-# We did not call `.to()`, but the matmul ran in low precision. Autocast casts the inputs of matmuls,
-# because matmuls can be [much faster](https://docs.pytorch.org/docs/stable/amp.html) in 16 bits. Autocast
-# leaves an addition alone. `torch.outer` computes the same numbers as the matmul, but in fp32, because
-# autocast looks only at which *op* is called.
+# Autocast casts the inputs of matmuls, because matmuls can be [much
+# faster](https://docs.pytorch.org/docs/stable/amp.html) in 16 bits. It leaves an addition alone.
+# `torch.outer` computes the same numbers as the matmul, but in fp32, because autocast looks at which *op*
+# is called.
 #
 # Autocast gives *copies* to the op, so `x` is still fp32. **The parameters of a model stay fp32 in the
 # same way.** So do not call `.half()` or `.bfloat16()` on a model that you train under autocast. You would
@@ -69,8 +69,7 @@ assert defaults == [torch.bfloat16] + [torch.float16] * 3
 #
 # Each backend has a list of ops. [PyTorch's documentation shows those of CUDA, XPU and the
 # CPU](https://docs.pytorch.org/docs/stable/amp.html#autocast-op-reference). An op on the list has one of
-# three policies. The one exception is `binary_cross_entropy`, which CUDA and XPU refuse. Other ops are left
-# alone:
+# three policies, except `binary_cross_entropy`, which CUDA and XPU refuse. Other ops are left alone:
 #
 # | policy | what autocast does | typical ops |
 # |---|---|---|
@@ -78,9 +77,6 @@ assert defaults == [torch.bfloat16] + [torch.float16] * 3
 # | fp32 | casts the inputs to fp32, or passes `dtype=torch.float32` to the op | most losses; on a GPU also `exp`, `softmax` and `layer_norm` |
 # | promote | casts the inputs to fp32 if one of them is fp32; otherwise they stay in `low` | a few ops that combine tensors, such as `index_copy` and `cat` on a CPU |
 # | (not on the list) | nothing: the op runs in the dtype of its inputs | `relu`, `add`, `mean` |
-#
-# If `low` is bf16, a promote op may [raise an error for an fp16
-# input](08e_dtypes.ipynb#fp16-and-bf16-are-mixed-in-one-model).
 #
 # You can predict the dtype of an op with three questions, in this order:
 #
@@ -93,8 +89,8 @@ assert defaults == [torch.bfloat16] + [torch.float16] * 3
 # ## Find the policy of an op
 #
 # Call an op twice to find its policy: with an fp32 matrix and with one in low precision. We do this for
-# common ops ([`course/autocast_rules.py`](course/autocast_rules.py)). `add fp32` adds the matrix to an
-# fp32 copy of itself. Before you look: for which ops do both calls return the same dtype?
+# common ops ([`course/autocast_rules.py`](course/autocast_rules.py)). Before you look: for which ops do
+# both calls return the same dtype?
 
 # %%
 table = {}
@@ -111,19 +107,14 @@ assert table["relu"] == table["add"] == table["mean"] == ["fp32", SHORT[low]]
 # How to read a row:
 #
 # - **Low precision in both columns:** the policy is *lower precision*.
-# - **fp32 in both columns:** the policy is *fp32*. The row `add fp32` shows PyTorch's own promotion,
-#   because one input is always fp32.
+# - **fp32 in both columns:** the policy is *fp32*. The row `add fp32` shows PyTorch's own promotion
+#   instead, because it adds an fp32 copy.
 # - **The input's dtype in each column:** the op is not on the list of this device.
-#
-# Now you can follow the dtype through a network. A linear layer lowers the dtype, `relu` keeps it, adding
-# an fp32 input raises it to fp32, and the loss is fp32. [Notebook 09](09_xray_your_model.ipynb) does this
-# for a whole model.
 #
 # ## What is eligible, and what is not
 #
-# Autocast casts the inputs of *eligible* calls only. To see which calls are eligible, we multiply fp32
-# matrices in four ways. Then we call `prod` on a matrix in low precision, with and without a `dtype`.
-# `prod` multiplies the elements of a matrix, and its policy is fp32.
+# Autocast casts the inputs of *eligible* calls only. We multiply fp32 matrices in four ways. Then we call
+# `prod` on a matrix in low precision, with and without a `dtype`. The policy of `prod` is fp32.
 
 
 # %%
@@ -151,24 +142,18 @@ assert list(found.values()) == [low] + [torch.float32] * 4 + [low]
 # %% [markdown]
 # Autocast lowers only the first matmul. The other calls follow these rules:
 #
-# - **In-place ops and `out=`** write into a tensor that exists, so its dtype cannot change. Autocast
-#   has no rule for such calls, so our two calls ran in fp32.
+# - **In-place ops and `out=`** write into a tensor that exists, so its dtype cannot change. Our two calls
+#   ran in fp32.
 # - **Tensors on another device** are not cast, because the first argument of `torch.autocast` names one
-#   type of device. Our tensors were on `meta`, a device that stores no data. If you name a device that
-#   the machine does not have, nothing is cast, sometimes without a warning. So pass the device of your
-#   tensors: `x.device.type`.
-#   <!-- tests/notebooks/test_02_autocast_dtypes.py -->
-# - **An explicit `dtype=`** decides the dtype of the result. With `dtype=` you also get fp32 from an op
-#   that is *not* listed, such as `softmax` on a CPU. <!-- tests/notebooks/test_02_autocast_dtypes.py -->
+#   type of device. Our tensors were on `meta`, a device that stores no data. Pass the device of your
+#   tensors: `x.device.type`. <!-- tests/notebooks/test_02_autocast_dtypes.py -->
+# - **An explicit `dtype=`** decides the dtype of the result.
 # - **float64 and integers** are not cast either. <!-- tests/notebooks/test_02_autocast_dtypes.py -->
-#
-# An in-place call may raise an error if its tensors have two dtypes. [Notebook
-# 08](08e_dtypes.ipynb#A-half-precision-output-leaves-the-block) lists the messages.
 #
 # ## What leaves the block
 #
-# At the end of the block autocast stops, but the results keep their dtype. We combine a result in low
-# precision with an fp32 tensor outside the block. What will happen in a sum and in a matmul?
+# At the end of the block the results keep their dtype. We combine a result in low precision with an fp32
+# tensor outside the block. What will happen in a sum and in a matmul?
 
 # %%
 with torch.autocast(device.type, dtype=low):
@@ -179,16 +164,15 @@ assert (inside + wide).dtype is torch.float32
 assert (inside.float() @ wide).dtype is torch.float32
 
 # %% [markdown]
-# An elementwise op such as `+` promotes to fp32, but a matmul raises an error. Call `.float()` on the
-# result or move the line into the block. The loss [belongs in the
-# block](https://docs.pytorch.org/docs/stable/amp.html#torch.autocast) anyway. Convert results that leave
-# the block for good, such as predictions, to fp32.
+# The addition promotes to fp32, but the matmul raises an error. Call `.float()` on the result or move the
+# line into the block. The loss [belongs in the
+# block](https://docs.pytorch.org/docs/stable/amp.html#torch.autocast) anyway.
 #
 # ## Backward: no autocast there
 #
 # `OpLog` records each op that PyTorch calls, and the dtypes of its tensor arguments. A cast by autocast
-# appears as `_to_copy`, with the dtype that it casts *from*. We run one training step with a single weight: the forward pass under autocast,
-# the backward pass outside. Before you run this: in which dtype will the backward pass multiply?
+# appears as `_to_copy`, with the dtype that it casts *from*. We run a forward pass under autocast and the
+# backward pass outside. Before you run this: in which dtype will the backward pass multiply?
 
 # %%
 weight = torch.rand(4, 4, device=device, requires_grad=True)
@@ -203,9 +187,8 @@ assert weight.grad.dtype is weight.dtype is torch.float32
 
 # %% [markdown]
 # The forward pass casts both inputs down, multiplies in low precision, casts the result up, and computes
-# the loss in fp32. The backward pass multiplies in low precision as well. Each backward op runs in the
-# dtype that autocast chose for its forward op, because the saved tensors have that dtype. The backward of
-# a cast is the cast back, so the gradient of `weight` arrives in fp32.
+# the loss in fp32. The backward pass multiplies in low precision as well, because the saved tensors have
+# that dtype. The backward of a cast is the cast back, so the gradient of `weight` arrives in fp32.
 #
 # **Keep `backward()` out of the block.** Inside, [autocast would apply its list to the backward
 # ops](https://docs.pytorch.org/docs/stable/amp.html#torch.autocast) as well. If you ran a matmul in fp32
@@ -231,11 +214,6 @@ assert (careless.dtype, careful.dtype, back.dtype) == (low, torch.float32, low)
 # Only the second matmul runs in fp32. The island only switches *casting* off, so low-precision inputs are
 # still multiplied in low precision. **An island needs `.float()` on its inputs.** After the island you
 # need no cast, because autocast casts again.
-#
-# Autocast is also a decorator: `@torch.autocast(device.type, dtype=low)` above a `forward` puts the whole
-# function into a block. A new thread [begins without
-# autocast](08g_speed_and_memory.ipynb#A-thread-runs-without-autocast-or-in-another-dtype), so
-# the function that runs in the thread needs the decorator or a block of its own.
 #
 # ## The cache of weight casts
 #
@@ -264,10 +242,8 @@ for kind, count in counts.items():
 assert list(counts.values()) == [1, 5, 5, 5]
 
 # %% [markdown]
-# Only the trained weight was cast once, with the cache on. The cache holds **leaf tensors that require a gradient**: the
-# parameters that you train. Under `torch.inference_mode` [the cache holds
-# nothing](https://github.com/pytorch/pytorch/pull/165068), so every use casts the weight.
-# <!-- tests/notebooks/test_18_inference_and_export.py -->
+# Only the trained weight was cast once, with the cache on. In training, the cache holds **leaf tensors that
+# require a gradient**: the parameters that you train.
 #
 # The cache hurts if a weight changes inside the block. We double a weight, as `optimizer.step()` might.
 
@@ -286,17 +262,13 @@ assert torch.equal(stale, before)
 assert torch.equal(fresh, 2 * before)
 
 # %% [markdown]
-# The weight has doubled, but the matmul in the same block still uses the old cast. There is no error.
+# The weight has doubled, but the matmul in the same block still uses the old cast.
 # **Put one block around each forward pass, and never one around the whole training loop.**
-#
-# The cache does not check dtypes either: if a bf16 block has used a weight, an fp16 block inside it gets
-# the bf16 cast. So give the inner block `cache_enabled=False`.
-# <!-- tests/notebooks/test_02_autocast_dtypes.py -->
 #
 # ## Your own autograd functions
 #
 # The `forward` of a `torch.autograd.Function` runs inside the block, where autocast casts. Its `backward`
-# runs outside, where autocast does not cast. So the dtypes may no longer match, as in this example.
+# runs outside, where autocast does not cast. In this example the dtypes no longer match.
 
 
 # %%
@@ -318,18 +290,14 @@ assert output.dtype is low
 print(error_of(output.float().sum().backward))
 
 # %% [markdown]
-# The forward pass succeeds, but the backward pass raises the error, because `grad` and the saved tensors
-# differ in dtype. Two decorators repair this: `custom_fwd` remembers the state of autocast, and
-# `custom_bwd` restores it for the backward pass. [Both need the type of
-# device](https://docs.pytorch.org/docs/stable/amp.html#torch.amp.custom_fwd).
+# The backward pass raises the error, because `grad` and the saved tensors differ in dtype. [Two
+# decorators](https://docs.pytorch.org/docs/stable/amp.html#torch.amp.custom_fwd) repair this: `custom_fwd`
+# remembers the state of autocast, and `custom_bwd` restores it for the backward pass.
 #
-# If a function works in one dtype only, such as a kernel that you wrote for fp32, pass that dtype to
-# `custom_fwd` as `cast_inputs`. In a block, `custom_fwd` then casts the eligible arguments to that dtype
-# and switches autocast off inside `forward` and `backward`. `forward` must also return that dtype:
-# the saved tensors have it, and the gradient that `backward` gets has the dtype of the output. The two
-# must match.
+# For a function that works in one dtype only, `custom_fwd` has the argument
+# [`cast_inputs`](https://docs.pytorch.org/docs/stable/amp.html#torch.amp.custom_fwd).
 #
-# We decorate the methods of `Product` in both ways. In your code, write the decorators with `@`.
+# We decorate the methods of `Product`. In your code, write the decorators with `@`.
 
 
 # %%
@@ -338,65 +306,24 @@ class AmpProduct(torch.autograd.Function):
     backward = staticmethod(custom_bwd(Product.backward, device_type=device.type))
 
 
-class Fp32Product(AmpProduct):
-    forward = staticmethod(
-        custom_fwd(Product.forward, device_type=device.type, cast_inputs=torch.float32)
-    )
-
-
-# %% [markdown]
-# We compare the gradient of the weight with the exact one. In bf16 each rounding error is up to 2^-8 of
-# the number. We allow a relative error of 0.02, about five such errors.
-
-# %%
+weight.grad = None
+with torch.autocast(device.type, dtype=low):
+    output = AmpProduct.apply(wide, weight)
+output.float().sum().backward()
+print(f"output {output.dtype}, gradient {weight.grad.dtype}")
+assert (output.dtype, weight.grad.dtype) == (low, torch.float32)
 exact = wide.T @ torch.ones(4, 4, device=device)
-for function, dtype in ((AmpProduct, low), (Fp32Product, torch.float32)):
-    weight.grad = None
-    with torch.autocast(device.type, dtype=low):
-        output = function.apply(wide, weight)
-    output.float().sum().backward()
-    print(f"{function.__name__:<12} output {output.dtype}, gradient {weight.grad.dtype}")
-    assert (output.dtype, weight.grad.dtype) == (dtype, torch.float32)
-    tolerance = {"rtol": 0.02, "atol": 0} if dtype is low else {}
-    torch.testing.assert_close(weight.grad, exact, **tolerance)
+torch.testing.assert_close(weight.grad, exact, rtol=0.02, atol=0)  # about five roundings of 2^-8
 
 # %% [markdown]
-# Both backward passes succeed, the first in low precision and the second in fp32. Both gradients arrive in
-# fp32.
-#
-# ## CPU and CUDA have different lists
-#
-# Each backend has its own list of ops. `listed` asks PyTorch for this list. You do not need the device.
-# (`torch._C` is not public, hence the underscore.) CPU and CUDA each list more than 110 ops. Before you
-# run this: how many ops do they share?
-
-
-# %%
-def listed(backend):
-    """The names of the ATen ops that autocast handles on `backend`, without their overloads."""
-    entries = torch._C._dispatch_get_registrations_for_dispatch_key(f"Autocast{backend}")
-    return {e.removeprefix("aten::").split(".")[0] for e in entries if e.startswith("aten::")}
-
-
-cpu, cuda = listed("CPU"), listed("CUDA")
-print(f"on both lists {len(cpu & cuda)}, CPU only {len(cpu - cuda)}, CUDA only {len(cuda - cpu)}")
-assert {"linear", "conv2d", "matmul", "mse_loss", "prod"} <= cpu & cuda
-assert {"cat", "stack", "index_copy", "fft_fft", "linalg_svd"} <= cpu - cuda
-assert {"exp", "log", "pow", "sum", "softmax", "layer_norm", "cumsum"} <= cuda - cpu
-
-# %% [markdown]
-# They share 39 ops, such as matmuls and losses. (The numbers depend on the version of PyTorch.) Only
-# CUDA's list has `exp`, `sum`, `softmax` and `layer_norm`. On CUDA they run in fp32, because [some ops, such
-# as reductions, often need the range of fp32](https://docs.pytorch.org/docs/stable/amp.html). On the CPU they
-# stay in low precision. So a test on a CPU does not tell you which dtypes a GPU will use.
+# Now the backward pass succeeds, and the gradient arrives in fp32.
 #
 # ## Ask for any backend's policy
 #
-# You can see CUDA's dtypes without CUDA, because autocast casts *before* PyTorch chooses a kernel. A
-# **fake tensor** has a device, a shape and a dtype, but no data, so its device need not exist. `policy_of`
-# makes all tensors in its block fake and enables autocast for the device that you name. We give each op an
-# input in low precision, because for an fp32 input even ops that are not on the list would return fp32.
-# Before you look: which ops will return fp32 on CUDA, but not on the CPU?
+# Each backend has its own list of ops. You can see CUDA's dtypes without CUDA: a **fake tensor** has a
+# device, a shape and a dtype, but no data, so its device need not exist. `policy_of` makes all tensors in
+# its block fake and enables autocast for the device that you name. We give each op an input in low
+# precision. Before you look: which ops will return fp32 on CUDA, but not on the CPU?
 
 # %%
 grid = {}
@@ -418,8 +345,11 @@ assert all(table[name][1] == predicted for name, predicted in here.items())
 # fp32. (`cuda` also stands for [AMD's GPUs](https://docs.pytorch.org/docs/stable/notes/hip.html).)
 #
 # - From `linear` to `add fp32`, all backends follow the same policy. <!-- tests/notebooks/test_02_autocast_dtypes.py -->
-# - From `sum` to `layer_norm`, the CPU stays in low precision where CUDA goes to fp32.
-# - `mean` stays in low precision on CUDA, unlike `sum`. `batch_norm` goes to fp32 only on MPS.
+# - From `sum` to `layer_norm`, the CPU stays in low precision where CUDA goes to fp32. CUDA does so because
+#   [some ops, such as reductions, often need the range of
+#   fp32](https://docs.pytorch.org/docs/stable/amp.html). So a test on a CPU does not tell you which dtypes
+#   a GPU will use.
+# - `mean` stays in low precision on CUDA, unlike `sum`.
 # - `binary_cross_entropy` is an error on CUDA and XPU: use `binary_cross_entropy_with_logits` ([notebook
 #   08](08f_ops_and_devices.ipynb#BCELoss-is-refused-on-a-GPU) says why).
 #
@@ -433,20 +363,18 @@ assert all(table[name][1] == predicted for name, predicted in here.items())
 # | question | answer |
 # |---|---|
 # | Is the call eligible? | Yes, if its tensors are floats other than float64 on the named device, and if the call has no `out=` and is not in place. |
-# | Is the op on the list? | Autocast looks at ops, not at formulas: `x @ y.T` is listed, `torch.outer` is not. Each backend has its own list. |
-# | Which policy does the op have? | Lower precision, fp32, or promote. An op that is neither listed nor made of listed ops runs in the dtype of its inputs. |
+# | Is the op on the list? | `x @ y.T` is listed, `torch.outer` is not. Each backend has its own list. |
+# | Which policy does the op have? | Lower precision, fp32, or promote. |
 #
-# - An explicit `dtype=` decides the dtype of the result. Parameters and their gradients stay fp32. Results
-#   keep their dtype when they leave the block.
+# - Parameters and their gradients stay fp32. Results keep their dtype when they leave the block.
 # - One block goes around the forward pass and the loss. `backward()` and `step()` stay outside.
 # - An fp32 island needs `enabled=False`, and `.float()` on its inputs.
-# - Outside of `inference_mode` the cache keeps the casts of trained weights until the outermost block
-#   ends. So do not change a weight inside a block.
+# - In training, the cache keeps the casts of trained weights until the outermost block ends. So do not change a weight
+#   inside a block.
 # - With `custom_fwd` and `custom_bwd`, an autograd function casts in `backward` as in `forward`.
-# - CPU and CUDA each list more than 110 ops, but share only 39.
 #
-# Next: [notebook 03](03_grad_scaler_step_by_step.ipynb) follows a `GradScaler` through a training step.
-# fp16 needs a scaler in addition to autocast.
+# Next: [notebook 03](03_grad_scaler_step_by_step.ipynb) follows a `GradScaler`, which fp16 needs in
+# addition, through a training step.
 #
 # ## Exercises
 #
@@ -491,9 +419,8 @@ exercises.check_dtypes(dtypes)
 # dtypes = ["bf16", "bf16", "fp32", "fp32", "bf16"]
 # ```
 #
-# The matmul is lowered. `relu` is not listed, so `b` keeps bf16. The sum is not listed either, but PyTorch
-# promotes mixed inputs to fp32. The loss has the policy fp32. `a` keeps its dtype outside the block, so
-# `e` is bf16.
+# The matmul is lowered. `relu` is not listed, so `b` keeps bf16. PyTorch promotes the mixed inputs of the
+# sum to fp32. The loss has the policy fp32. `a` keeps its dtype outside the block, so `e` is bf16.
 #
 # </details>
 #
@@ -602,9 +529,6 @@ exercises.check_policy(policy)
 #     return "not listed"
 # ```
 #
-# Here an op with one of the two policies returns the same dtype in both calls. An op that is not listed
-# returns the dtype of its input.
-#
 # </details>
 #
 # ## Further reading
@@ -620,6 +544,3 @@ exercises.check_policy(policy)
 # - AMD, [Automatic mixed precision in PyTorch using AMD
 #   GPUs](https://rocm.blogs.amd.com/artificial-intelligence/automatic-mixed-precision/README.html), 2024:
 #   the source of the five-line demo.
-# - [Pull request 165068](https://github.com/pytorch/pytorch/pull/165068): before torch 2.11, the cache could
-#   keep casts from a pass under `no_grad`. A later pass in the same block used them, and the weights got no
-#   gradient. Workarounds in older code are no longer needed.
