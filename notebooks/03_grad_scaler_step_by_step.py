@@ -329,10 +329,8 @@ class HandScaler:
         return loss * self.value
 
     def step(self, optimizer):
-        grads = [p.grad for p in optimizer.param_groups[0]["params"]]
+        grads = [p.grad.div_(self.value) for p in optimizer.param_groups[0]["params"]]  # unscale_
         self.overflow = not all(grad.isfinite().all() for grad in grads)
-        for grad in grads:
-            grad /= self.value  # unscale_
         if not self.overflow:
             optimizer.step()
 
