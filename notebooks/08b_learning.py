@@ -94,10 +94,8 @@ assert scales[165:] == [0.0] * 5  # from where no doubling leads back
 # sources are a square root at 0, `log(0)`, 0/0, a NaN in the data, or an activation that overflows in
 # fp16. <!-- tests/notebooks/test_08b_learning.py -->
 #
-# The slope of the square root at 0 is infinite. The slope of the square is 0, and infinity times 0 is NaN.
-#
 # **The fix.** Find the operation that gives NaN with `amp_lab.numerics.find_nonfinite`, and change this
-# operation. Do not change the scaler. For a square root, add a small number under the root.
+# operation. For a square root, add a small number under the root.
 
 
 # %%
@@ -179,9 +177,6 @@ torch.testing.assert_close(kept, exact, rtol=2e-3, atol=0)  # 11 bits
 assert torch.tensor(1e-4 / 16384).bfloat16() > 0
 
 # %% [markdown]
-# **Not this.** Do not raise the learning rate instead: a zero gradient stays zero, and the updates of the other
-# layers become too large.
-#
 # **Notice it earlier.** `gradient_underflow` counts the gradients that fp16 would round to zero, here all
 # gradients of the outputs:
 
@@ -219,7 +214,7 @@ assert (report.outputs.lost(1.0), report.smallest_scale) == (1, 8)
 model, _ = make()
 with torch.autocast("cpu", dtype=torch.bfloat16):
     with torch.no_grad():
-        evaluated = model(x)
+        model(x)
     trained = model(x)
 trained.sum().backward()
 assert torch.equal(model[0].weight.grad, x.expand(2, 2))  # right, in this version
@@ -232,22 +227,13 @@ assert torch.equal(model[0].weight.grad, x.expand(2, 2))  # right, in this versi
 # torch 2.11 [has the fix](https://github.com/pytorch/pytorch/pull/165068).
 #
 # **The fix.** Close the autocast block after the evaluation and open another one for training, or update
-# PyTorch. If both have to be in one block, call `torch.clear_autocast_cache()` between them.
+# PyTorch.
 
 # %%
 model.zero_grad()
 with torch.autocast("cpu", dtype=torch.bfloat16):  # another block
     model(x).sum().backward()
 assert torch.equal(model[0].weight.grad, x.expand(2, 2))
-
-# %% [markdown]
-# **Not this.** Do not call `loss.requires_grad_()` to silence the error. Then `backward()` runs, but
-# the weights still get no gradient.
-
-# %%
-model.zero_grad()
-evaluated.sum().requires_grad_().backward()  # no error
-assert model[0].weight.grad is None
 
 # %% [markdown]
 # ## The scaler runs with bf16 or the dtype is not the one you meant
@@ -300,7 +286,7 @@ assert pointless[-1] < max(pointless)  # it skips steps, too
 # number of fp32. Then the scaler skips steps in bf16 as well.
 #
 # **Why.** A `GradScaler` is enabled by default. bf16 has the range of fp32, so gradients do not overflow and the
-# scale keeps growing. If a bf16 run overflows, check its dtype: autocast without `dtype=` is fp16 on a GPU and
+# scale keeps growing. If a bf16 run overflows, check its dtype: autocast without `dtype=` is fp16 on a CUDA GPU and
 # bf16 on a CPU.
 #
 # **The fix.** Define the dtype in one place, pass it to autocast, and enable the scaler only for fp16:
@@ -310,9 +296,6 @@ assert pointless[-1] < max(pointless)  # it skips steps, too
 assert torch.get_autocast_dtype("cuda") is torch.float16
 assert torch.get_autocast_dtype("cpu") is torch.bfloat16
 assert set(scales_in(torch.bfloat16, enabled=False)) == {1.0}
-
-# %% [markdown]
-# **Not this.** Do not keep the scaler enabled in bf16 to be safe: when its scale is huge, it skips steps.
 
 # %% [markdown]
 # ## Half precision weights stop moving
@@ -371,29 +354,17 @@ assert after_updates(model) == 1.0
 # away, so the weight never changes. The weights are in bf16 because the whole model was cast, or because a
 # checkpoint was loaded with `assign=True`.
 #
-# Small weights still change, so the loss may fall while the weights of norms stay at 1. A weight decay of `lr *
-# weight_decay` = 1e-4 is rounded away for weights of every size. Some code also casts a weight permanently, with
-# `self.W.data = self.W.to(x.dtype)` in the forward pass. <!-- tests/notebooks/test_08b_learning.py -->
-#
 # **The fix.** Keep the weights that you train in fp32 and let autocast use bf16. Call `model.float()` before you
 # create the optimizer, and load checkpoints without `assign=True`. If fp32 weights do not fit into memory, use an
 # optimizer with stochastic rounding or Kahan summation.
 #
-# [Notebook 16](16_low_precision_state.ipynb#Weights-in-bf16) compares optimizers for bf16 weights. For
-# [LoRA](17_language_model.ipynb#Fine-tune-with-LoRA), keep the adapters in fp32; the frozen weights may be in bf16.
+# [Notebook 16](16_low_precision_state.ipynb#Weights-in-bf16) compares optimizers for bf16 weights.
 
 # %%
 model, _ = make()
 model.load_state_dict(checkpoint)
 print(f"weights in {model[0].weight.dtype}: 1 -> {after_updates(model):.2f}")
 assert abs(after_updates(model) - 0.9) < 1e-4
-small = torch.tensor(0.02).bfloat16()
-assert small * (1 - 1e-4) == small  # lr 1e-3, weight decay 0.1
-assert small - 1e-4 < small  # an update moves a small weight
-
-# %% [markdown]
-# **Not this.** Do not raise the learning rate until the weights change. An update that changes a weight of 1 is
-# far too large for a weight of 0.001.
 
 # %% [markdown]
 # ## Adam makes fp16 weights NaN
@@ -442,11 +413,10 @@ assert 0.998 < moved < still == 1
 
 # %% [markdown]
 # **Not this.** Do not set `eps=1e-4`. The NaN goes away, but weights with small gradients hardly change, and fp16
-# rounds their updates away. `fused=True` also avoids the division by zero, but not the rounding.
+# rounds their updates away.
 
 # %%
 assert first_step(torch.ones(1).half(), [1e-6], eps=1e-4) == [1.0]  # nothing is learned
-assert first_step(torch.ones(1).half(), [1e-4], fused=True, lr=1e-4) == [1.0]
 
 # %% [markdown]
 # ## Positions or counts are wrong beyond 256
@@ -493,12 +463,9 @@ assert torch.tensor([998, 999]).to(torch.bfloat16).tolist() == [1000, 1000]
 # %% [markdown]
 # **Why.** bf16 counts in steps of 1 up to 256, of 2 up to 512, and of 4 up to 1024. fp16 counts in
 # steps of 1 up to 2048. Larger whole numbers are rounded, so neighbouring positions become the same.
-# In fp16 the angles below 2048 are rounded too, because the frequencies of a real model are not whole
-# numbers.
 #
-# The cast comes from autocast, from the code itself (`dtype=x.dtype`), or from `model.bfloat16()`, which also
-# casts a buffer of frequencies (`inv_freq`). [Well-known
-# models](https://github.com/huggingface/transformers/pull/29285) had this failure.
+# The cast can come from autocast, from the code itself (`dtype=x.dtype`), or from `model.bfloat16()`, which also
+# casts a buffer of frequencies (`inv_freq`).
 #
 # **The fix.** Compute positions, indices, counters and the angles of RoPE in fp32: inside
 # `torch.autocast(device_type, enabled=False)`, with `.float()` on the inputs. Cast the sines and cosines
@@ -511,17 +478,12 @@ assert torch.arange(2048, 2051, dtype=torch.float16).tolist() == [2048, 2048, 20
 
 # %% [markdown]
 # **Not this.** Do not call `.float()` on positions or on `inv_freq` after they were rounded, because the
-# digits are lost; create them again in fp32. Using fp16 instead of bf16 only moves the limit to 2048.
+# digits are lost; create them again in fp32.
 
 # %%
 rates = nn.Module()
 rates.register_buffer("inv_freq", torch.tensor([1 / 3]))
 assert rates.bfloat16().float().inv_freq != torch.tensor([1 / 3])
-
-# %% [markdown]
-# **Notice it earlier.** Compare the outputs in bf16 and in fp32 on the longest input that you allow.
-# `amp-lab xray` shows where autocast casts whole numbers.
-# <!-- tests/remedies/test_xray_remedies.py -->
 
 # %% [markdown]
 # ## A loss summed up in bf16 is too small
@@ -554,16 +516,13 @@ assert total_of(torch.tensor(0.0, dtype=torch.bfloat16)) == 1024
 
 # %% [markdown]
 # **Why.** bf16 numbers beyond 1024 are 8 apart, so adding a loss of 2.5 to a sum of 1024 changes nothing. If you
-# log the increase of the sum, the log shows 0. The training itself is not affected.
+# log the increase of the sum, the log shows 0.
 #
 # **The fix.** Add up losses and metrics in fp32: start with `torch.zeros((), dtype=torch.float32)`, or add
 # `loss.item()` to a Python number.
 
 # %%
 assert total_of(torch.zeros((), dtype=torch.float32)) == 2500
-
-# %% [markdown]
-# **Not this.** Do not write `total += loss.float()` with a total in bf16: `+=` keeps the total's dtype.
 
 # %% [markdown]
 # ## Weights were cast to FP8 without a scale
@@ -608,9 +567,6 @@ assert 0.1 < (stored.float() == 0).float().mean() < 0.2
 # not promote FP8 to other dtypes. The positive numbers of its E4M3 format range from 0.002 to 448, so without a
 # scale small weights become zero.
 #
-# On a CPU, values above 464 become NaN in torch 2.11 and [448 in
-# 2.15](https://github.com/pytorch/pytorch/pull/178817).
-#
 # **The fix.** Use a library that stores a scale with each FP8 weight, such as torchao. To scale by hand, divide
 # the weight by `scale = weight.abs().max() / 448` before the cast. Before the matmul, cast the weight back to
 # the dtype of the input and multiply it by `scale`.
@@ -622,11 +578,6 @@ scaled = (weight / factor).to(torch.float8_e4m3fn).float() * factor
 plain_error, error = ((w - weight).norm() / weight.norm() for w in (stored.float(), scaled))
 print(f"error without a scale {plain_error:.1%}, with one {error:.1%}")
 assert error < 0.04 < 0.08 < plain_error
-assert not torch.tensor(500.0).to(torch.float8_e4m3fn).float() > 448  # 448 or NaN
-
-# %% [markdown]
-# **Not this.** Do not call `model.to(torch.float8_e4m3fn)`, which casts norms and biases too. Clamping to
-# 448 before the cast avoids the NaN, but small weights still become zero.
 
 # %% [markdown]
 # ## Further reading

@@ -108,10 +108,6 @@ with torch._functorch.config.patch(backward_pass_autocast="off"):
     assert gradient(torch.compile(fp32_matmul, backend="aot_eager")) == eager
 
 # %% [markdown]
-# **Notice it earlier.** Before a long run, compare the gradients of one step, compiled and not
-# compiled.
-
-# %% [markdown]
 # ## The scaler is inside a compiled function
 #
 # `AMP0041` <!-- failure
@@ -159,9 +155,6 @@ loss_of = torch.compile(lambda h: h.sum(), backend="aot_eager", fullgraph=True)
 assert scaler.scale(loss_of(x)) == 3 * scaler.get_scale()
 
 # %% [markdown]
-# **Notice it earlier.** Compile with `fullgraph=True` once, in a test, and read its error message.
-
-# %% [markdown]
 # ## An LSTM fails under autocast on the CPU
 #
 # `AMP0042` <!-- failure
@@ -185,8 +178,7 @@ assert scaler.scale(loss_of(x)) == 3 * scaler.get_scale()
 # `could not create a primitive descriptor for the LSTM forward propagation primitive`.
 # The same program may run on another machine. `nn.GRU` and `nn.RNN` do not fail. <!-- tests/core/test_cpu.py -->
 #
-# **The smallest program that does it.** We run an LSTM in both 16-bit formats. Whether it fails depends
-# on your CPU. <!-- tests/core/test_cpu.py -->
+# **The smallest program that does it.** We run an LSTM in both 16-bit formats.
 
 # %% tags=["nbval-ignore-output"]
 sequence = torch.ones(3, 2, 4)  # (T, B, C)
@@ -204,9 +196,6 @@ for dtype in (torch.bfloat16, torch.float16):
 # %% [markdown]
 # **Why.** For an LSTM with an fp32 input and without `proj_size`, torch chooses the kernel of oneDNN, its
 # library for CPUs. Then autocast casts the tensors to 16 bits, but oneDNN may have no 16-bit LSTM for your CPU.
-#
-# On x86, oneDNN has a bf16 LSTM only for CPUs with AVX-512. It had no LSTM that trains in fp16 on [the CPU
-# that we measured](../data/results/cpu-ops-xeon-2-cores.json). <!-- tests/core/test_cpu.py -->
 #
 # **The fix.** Run the layer in fp32: open `torch.autocast("cpu", enabled=False)` around it, and cast its
 # input with `.float()`.
@@ -250,7 +239,6 @@ for dtype in (torch.bfloat16, torch.float16):
 # to control TF32 behavior`.
 #
 # **The smallest program that does it.** One line sets a new name, and another line reads an old name.
-# This happens when a library and your script use different names.
 
 # %%
 matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
@@ -276,9 +264,6 @@ assert all("mix of the legacy and new APIs" in message for message in messages)
 for mode, new_name, is_tf32 in (("high", "tf32", True), ("highest", "ieee", False)):
     torch.set_float32_matmul_precision(mode)
     assert (matmul.fp32_precision, matmul.allow_tf32) == (new_name, is_tf32)
-
-# %% [markdown]
-# **Notice it earlier.** Search your code and your libraries for `allow_tf32` and `fp32_precision`.
 
 # %% [markdown]
 # ## torch.cuda.amp warns that it is deprecated
@@ -351,10 +336,6 @@ assert warnings_of(lambda: torch.amp.custom_fwd(make, device_type="cuda")) == ""
 # %% [markdown]
 # Always pass `dtype`, because [the new class has another
 # default](13_from_apex.ipynb#From-torch.cuda.amp-to-torch.amp).
-#
-# **Not this.** `warnings.filterwarnings("ignore")` also hides the warning that autocast is disabled.
-#
-# **Notice it earlier.** Run the tests with `python -W error::FutureWarning`.
 
 # %% [markdown]
 # ## DDP waits for a parameter without a gradient
@@ -425,9 +406,6 @@ assert "Expected to have finished reduction in the prior iteration" in unused
 # %%
 with group_of_one():
     train(False, False, find_unused_parameters=True)
-
-# %% [markdown]
-# **Notice it earlier.** In a unit test, run two steps in a process group with one process.
 
 # %% [markdown]
 # ## FSDP refuses parameters of two dtypes
@@ -542,12 +520,10 @@ assert unscaled.tolist() == [1.5, 0.75]
 # `GradScaler`. If the scales differ, [the ranks train different
 # models](https://github.com/pytorch/pytorch/issues/136009).
 #
-# Scales differ if only one rank loads the state of its scaler, or if the ranks run [different numbers of
-# steps](https://github.com/pytorch/pytorch/issues/90057). Ranks also diverge if you average gradients
-# yourself [after the scaler has checked them](11_scale_out.ipynb#One-decision-about-the-loss-scale).
+# Scales can differ if only one rank loads the state of its scaler, or if the ranks run [different numbers of
+# steps](https://github.com/pytorch/pytorch/issues/90057).
 #
-# **The fix.** Load the same scaler state on every rank, and give all ranks the same number of steps. If
-# you average gradients yourself, do so before `scaler.unscale_`.
+# **The fix.** Load the same scaler state on every rank, and give all ranks the same number of steps.
 
 # %%
 with group_of_one():
@@ -556,13 +532,6 @@ with group_of_one():
     scaler = torch.amp.GradScaler("cpu")
     scaler.load_state_dict(states[0])
     assert scaler.get_scale() == 1024
-
-# %% [markdown]
-# With gradient accumulation, run forward *and* backward of all batches except the last inside
-# [`model.no_sync()`](https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html).
-#
-# **Notice it earlier.** Every 1000 steps, gather the scale and the sum of the weights of all ranks, and
-# compare them.
 
 # %% [markdown]
 # ## Further reading
