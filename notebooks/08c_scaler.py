@@ -87,17 +87,15 @@ assert "Attempting to unscale FP16 gradients." in message
 # a gradient by the scale in fp16, because small values would become
 # zero. <!-- tests/notebooks/test_08c_scaler.py -->
 #
-# Three causes are easy to miss:
+# Two causes are easy to miss:
 # - Transformers 5 loads a checkpoint in the dtype in which it is
 #   stored. <!-- tests/notebooks/test_08c_scaler.py -->
 # - In PEFT, a layer in `modules_to_save` is trained in the dtype of the base
 #   model. <!-- tests/notebooks/test_08c_scaler.py -->
-# - Diffusers scripts [resumed adapters in
-#   fp16](https://github.com/huggingface/diffusers/issues/6552).
 #
 # Two cases raise no error, but [the weights may soon stop
-# moving](08b_learning.ipynb#Half-precision-weights-stop-moving): a fused optimizer without clipping, because
-# it unscales the gradients itself, and bf16 parameters on the CPU. On CUDA, bf16 parameters raise [another
+# moving](08b_learning.ipynb#Half-precision-weights-stop-moving): a fused optimizer without clipping, and bf16
+# parameters on the CPU. On CUDA, bf16 parameters raise [another
 # error](https://github.com/pytorch/pytorch/issues/127176).
 
 # %%
@@ -175,16 +173,14 @@ assert "unscale_() has already been called on this optimizer since the last upda
 
 # %% [markdown]
 # **Why.** `unscale_` divides the gradients in place, so it may run only once for an optimizer until
-# `scaler.update()` is called. Often the loop clips after every batch of an accumulation, or an
-# iteration called `unscale_` and then left out `update()`. <!-- tests/notebooks/test_08c_scaler.py -->
-#
-# In some Transformers releases of 2023, the Trainer raised this error at the end of an epoch ([issue
-# 23935](https://github.com/huggingface/transformers/issues/23935)).
+# `scaler.update()` is called. Often the loop clips after every batch of an accumulation, or an iteration
+# called `unscale_` and then left out `update()`. <!-- tests/notebooks/test_08c_scaler.py -->
 #
 # **The fix.** Call `unscale_` and clip once, after the last batch of the accumulation, and call
 # `scaler.update()` in every iteration that called `unscale_`. With Accelerate, [clip only `if
-# accelerator.sync_gradients`](https://huggingface.co/docs/accelerate/package_reference/accelerator). If
-# the error comes from the Trainer, update Transformers and Accelerate.
+# accelerator.sync_gradients`](https://huggingface.co/docs/accelerate/package_reference/accelerator). If the
+# error comes [from the Trainer](https://github.com/huggingface/transformers/issues/23935), update
+# Transformers and Accelerate.
 #
 # The weights are then the same as after a loop without a scaler:
 
@@ -253,16 +249,13 @@ assert "No inf checks were recorded for this optimizer." in message
 # and ops without a derivative, such as `argmax`, disconnect the loss from the parameters.
 # <!-- tests/notebooks/test_08c_scaler.py -->
 #
-# Before torch 2.0, [`zero_grad` left zeros in
-# `.grad`](https://github.com/pytorch/pytorch/pull/92731), so the same loop raised no error.
-#
 # With a fused optimizer, only `update` raises an error: `No inf checks were recorded prior to
 # update.` <!-- tests/notebooks/test_08c_scaler.py -->
 #
-# **The fix.** Call `scaler.step` only for optimizers whose parameters have gradients. If no optimizer
-# steps, leave out `scaler.update()` too. If the parameters without gradients should be trained, build
-# the optimizer from the parameters of the model that computes the loss. Do not convert the loss to a
-# number: combine losses with `+` or `torch.stack`. Use a differentiable loss instead of `argmax`.
+# **The fix.** Call `scaler.step` only for optimizers whose parameters have gradients. If no optimizer steps,
+# leave out `scaler.update()` too. If the parameters without gradients should be trained, build the optimizer
+# from the parameters of the model that computes the loss. Do not convert the loss to a number: combine losses
+# with `+` or `torch.stack`.
 
 # %%
 assert two_parts(step_both=False) == [False, True]
@@ -282,10 +275,7 @@ loss.backward()
 assert model[0].weight.grad is None
 
 # %% [markdown]
-# **Notice it earlier.** After one `backward()`, print the names of the parameters whose `.grad` is
-# `None`. Or call `gradient_underflow(model, loss)` of `amp_lab` before `backward()`: it
-# refuses a loss that has no graph, or that does not depend on the
-# model. <!-- tests/notebooks/test_08c_scaler.py -->
+# **Notice it earlier.** After one `backward()`, print the names of the parameters whose `.grad` is `None`.
 
 # %% [markdown]
 # ## Scaler methods are called in the wrong order
@@ -365,8 +355,8 @@ _ = pickle.dumps(call("step", "update"))
 
 # %% [markdown]
 # **Notice it earlier.** Check that every iteration calls `scale`. If only a later iteration leaves out
-# `scale`, the scaler raises no error. It still divides the gradients of that iteration, so they are much
-# too small. <!-- tests/notebooks/test_08c_scaler.py -->
+# `scale`, the scaler raises no error. It still divides the gradients of that iteration, so they are much too
+# small. <!-- tests/notebooks/test_08c_scaler.py -->
 
 # %% [markdown]
 # ## The optimizer steps without the scaler
@@ -410,24 +400,23 @@ assert weight_after_step(torch.optim.SGD, by_scaler=False) < -6000
 assert math.isnan(weight_after_step(torch.optim.Adam, by_scaler=False, gradient=math.inf))
 
 # %% [markdown]
-# **Why.** After `scaler.scale(loss).backward()` the gradients are multiplied by the scale, which
-# starts at 65536. `scaler.step(optimizer)` divides the gradients by the scale and skips the step if
-# one is infinite. Adam hides the factor, because it divides each gradient by its usual size. But an
-# infinite gradient makes the weights NaN.
+# **Why.** After `scaler.scale(loss).backward()` the gradients are multiplied by the scale, which starts at
+# 65536. `scaler.step(optimizer)` divides the gradients by the scale and skips the step if one is infinite.
+# Adam hides the factor, because it divides each gradient by its usual size. But an infinite gradient makes
+# the weights NaN.
 #
-# **The fix.** Replace every `optimizer.step()` by `scaler.step(optimizer)`, and call `scaler.update()`
-# after it. Do not [call both](https://github.com/IAHispano/Applio/pull/860): the weights would be updated
-# twice, and a plain step before `scaler.step` would use scaled gradients. If your code scales the loss itself,
-# divide the gradient of every parameter by the scale before the step, in all parameter groups.
-# <!-- tests/remedies/test_nonfinite_remedies.py -->
+# **The fix.** Replace every `optimizer.step()` by `scaler.step(optimizer)`, and call `scaler.update()` after
+# it. Do not [call both](https://github.com/IAHispano/Applio/pull/860): the weights would be updated twice. If
+# your code scales the loss itself, divide the gradient of every parameter by the scale before the step, in
+# all parameter groups. <!-- tests/remedies/test_nonfinite_remedies.py -->
 
 # %%
 assert math.isclose(weight_after_step(torch.optim.SGD, by_scaler=True), 0.9, rel_tol=1e-4)
 assert weight_after_step(torch.optim.Adam, by_scaler=True, gradient=math.inf) == 1  # skipped
 
 # %% [markdown]
-# **Not this.** Do not lower the learning rate or clip to compensate for the scale. The scale changes
-# during training, and infinite gradients are still applied.
+# **Not this.** Do not lower the learning rate or clip to compensate for the scale: infinite gradients are
+# still applied.
 
 # %% [markdown]
 # ## The optimizer needs a closure
@@ -552,9 +541,8 @@ print(message)
 assert "Detected call of `lr_scheduler.step()` before `optimizer.step()`." in message
 
 # %% [markdown]
-# **Why.** The scaler [skipped](https://github.com/pytorch/pytorch/issues/44511) `optimizer.step()`
-# because of an overflow, which is normal in the first iterations. The scheduler advanced anyway, so the
-# schedule is one step ahead of the training.
+# **Why.** The scaler [skipped](https://github.com/pytorch/pytorch/issues/44511) `optimizer.step()` because of
+# an overflow. The scheduler advanced anyway, so the schedule is one step ahead of the training.
 #
 # **The fix.** Compare `scaler.get_scale()` before and after `scaler.update()`, and advance the schedule
 # only if the scale did not fall. With one optimizer, `update` lowers the scale exactly when the step
@@ -571,29 +559,22 @@ assert "Detected call of `lr_scheduler.step()` before `optimizer.step()`." in me
 #         super().lr_scheduler_step(scheduler, metric)
 #     self.last_scale = scale
 # ```
-#
-# `get_scale()` [waits for the
-# GPU](https://docs.pytorch.org/docs/stable/amp.html#torch.amp.GradScaler.get_scale).
-# [`scaler.step`](https://github.com/pytorch/pytorch/blob/main/torch/amp/grad_scaler.py) waits anyway,
-# unless the optimizer is fused.
 
 # %%
 assert warnings_of(lambda: schedule(only_if_stepped=True)) == ""
 assert schedule(only_if_stepped=True) == [1.0, 0.5, 0.25]
 
 # %% [markdown]
-# **Not this.** Do not filter the warning, or call `optimizer.step()` once before the loop to avoid it.
-# Each skipped step would still move the schedule one more step ahead.
+# **Not this.** Do not filter the warning, or call `optimizer.step()` once before the loop to avoid it. The
+# schedule would still be ahead.
 
 # %%
 with warnings.catch_warnings(action="ignore"):
     assert schedule(only_if_stepped=False) == [0.5, 0.25, 0.125]  # one step ahead
 
 # %% [markdown]
-# **Notice it earlier.** `ScaleLog` of `amp_lab` counts the skipped steps. <!-- tests/numerics/test_scale_log.py -->
-# PyTorch warns only at
-# the first call of the scheduler, so it misses later skipped
-# steps. <!-- tests/notebooks/test_08c_scaler.py -->
+# **Notice it earlier.** `ScaleLog` of `amp_lab` counts the skipped steps.
+# <!-- tests/numerics/test_scale_log.py -->
 
 # %% [markdown]
 # ## Further reading

@@ -89,11 +89,9 @@ assert moved < 2e-5
 # **Why.** The gradients were clipped while they were still multiplied by the loss scale, such as
 # 65536. `scaler.step` divides them by the scale afterwards, so they become almost zero.
 #
-# `clip_grad_value_` has the same effect. Adam hides most of this effect, because it rescales its
-# gradients. <!-- tests/notebooks/test_08d_loop_and_resume.py -->
+# `clip_grad_value_` has the same effect. <!-- tests/notebooks/test_08d_loop_and_resume.py -->
 #
-# **The fix.** Call `scaler.unscale_(optimizer)` after the backward pass and before you clip or log
-# gradients. `scaler.step` does not divide them a second time.
+# **The fix.** Call `scaler.unscale_(optimizer)` after the backward pass and before you clip or log gradients.
 
 # %%
 norm, moved = clipped_step(unscale=True)
@@ -104,9 +102,9 @@ assert abs(moved - 1) < 1e-3  # the full length that clipping allows
 # **Not this.** Do not raise `max_norm` to the size of the scaled gradients. The scale changes during
 # training, so the limit would change with it. <!-- tests/notebooks/test_08d_loop_and_resume.py -->
 #
-# Code that reads gradients during `backward()` also gets scaled gradients, for example a hook
-# (`register_hook`) or `wandb.watch` ([a
-# report](https://github.com/wandb/wandb/issues/4369)). <!-- tests/notebooks/test_08d_loop_and_resume.py -->
+# Code that reads gradients during `backward()` also gets scaled gradients, for example a hook or
+# [`wandb.watch`](https://github.com/wandb/wandb/issues/4369).
+# <!-- tests/notebooks/test_08d_loop_and_resume.py -->
 #
 # **Notice it earlier.** Log the norm that `clip_grad_norm_` returns: here the norm is 2.9e5 with scaled
 # gradients and 4.5 with unscaled gradients.
@@ -156,9 +154,9 @@ print(message)
 assert "of order 2.0 for gradients from `parameters` is non-finite" in message
 
 # %% [markdown]
-# **Why.** A gradient is infinite or NaN, and with `error_if_nonfinite=True` clipping raises an error in
-# that case. With a `GradScaler` an overflow now and then is normal, because `scaler.step` skips that step
-# and `scaler.update` lowers the scale.
+# **Why.** A gradient is infinite or NaN, and with `error_if_nonfinite=True` clipping raises an error in that
+# case. With a `GradScaler` an overflow now and then is normal, because `scaler.step` skips that step and
+# `scaler.update` lowers the scale.
 #
 # **The fix.** In fp16, keep the default `error_if_nonfinite=False` and let the scaler skip the step.
 # Without a scaler, as in bf16, nothing skips the step: keep the error, and find the cause of the infinity.
@@ -173,9 +171,6 @@ assert overflowing_step(strict=False) == 32768  # half of 65536: the step was sk
 
 # %%
 assert overflowing_step(strict=False, replace=True) == 65536
-
-# %% [markdown]
-# **Notice it earlier.** Count the norms that are not finite: each skipped step has one.
 
 # %% [markdown]
 # ## The loss stands still because the whole loop is in one block
@@ -304,10 +299,7 @@ assert with_new > 10 * with_saved
 # - The weights were saved with `.half()`. The weights lost digits, and a running variance above 65504
 #   became infinite.
 # - The *optimizer's* state was saved in 16 bits. Adam's `step` is a tensor too: in bf16, 301 is rounded to
-#   300, and unless the optimizer is `fused` or `capturable`, the count stops at 300. Before you load such a
-#   file, set `step` to the true number in fp32.
-# - `dcp.load` filled the `state_dict()` of a new optimizer, which is empty. Use `get_state_dict`
-#   ([notebook 11](11_scale_out.ipynb#Save-on-four,-resume-on-two-(optional))).
+#   300. Before you load such a file, set `step` to the true number in fp32.
 # - The NaN was in the checkpoint already, often in [buffers of batch
 #   normalisation](08a_values.ipynb#Training-is-fine-but-evaluation-is-NaN).
 #
@@ -407,9 +399,8 @@ for dtype in (torch.float16, torch.float32):
     assert weight.isfinite().all() == (dtype is torch.float32)
 
 # %% [markdown]
-# A fused Adam does not divide by 0. In bf16 the moments keep 8 bits. If your own optimizer keeps fp32 state
-# for 16-bit weights ([notebook 16](16_low_precision_state.ipynb)), put the saved tensors into
-# `optimizer.state` after loading. <!-- tests/notebooks/test_08d_loop_and_resume.py -->
+# If your own optimizer keeps fp32 state for 16-bit weights ([notebook 16](16_low_precision_state.ipynb)), put
+# the saved tensors into `optimizer.state` after loading. <!-- tests/notebooks/test_08d_loop_and_resume.py -->
 #
 # **Notice it earlier.** After loading, compare the dtypes of the weights and of the optimizer's state.
 
@@ -445,9 +436,6 @@ assert "The source state dict is empty, possibly because it was saved from a dis
 # **Why.** The checkpoint was saved by a run whose scaler was disabled, such as one in bf16, in fp32, or
 # on a machine without a GPU. A disabled `GradScaler` has no state and saves an empty dict.
 #
-# In the other direction there is no error: a disabled scaler ignores the state that you
-# load. <!-- tests/notebooks/test_08d_loop_and_resume.py -->
-#
 # **The fix.** Load the scaler's state only if the saved dict is not empty. A new scaler finds its
 # scale by itself ([notebook 03](03_grad_scaler_step_by_step.ipynb) shows how).
 
@@ -458,9 +446,6 @@ for saved in (from_bf16, torch.amp.GradScaler("cpu", init_scale=1024.0).state_di
         scaler.load_state_dict(saved)
     print(f"resumed with a scale of {scaler.get_scale():.0f}")
 assert scaler.get_scale() == 1024
-
-# %% [markdown]
-# **Notice it earlier.** Save the precision in the checkpoint, and compare it when you resume.
 
 # %% [markdown]
 # ## torch.load refuses a checkpoint with a scaler
@@ -520,8 +505,7 @@ assert state["scaler"]["scale"] == 65536
 
 # %% [markdown]
 # **Not this.** Do not pass `weights_only=False` for a file from somebody else: the file can run any code on
-# your machine. Allowing the class with `safe_globals` is not enough: `torch.load` then refuses the next
-# class. <!-- tests/notebooks/test_08d_loop_and_resume.py -->
+# your machine.
 
 # %% [markdown]
 # ## Further reading
