@@ -20,9 +20,6 @@
 # **What you need.** [Notebook 02](02_autocast_dtypes.ipynb) introduces `torch.autocast`, [notebook
 # 03](03_grad_scaler_step_by_step.ipynb) introduces `GradScaler`. You need no GPU. On a GPU the notebook
 # trains on the full-size problem.
-#
-# The problem and the network come from an [article by
-# AMD](https://rocm.blogs.amd.com/artificial-intelligence/automatic-mixed-precision/README.html).
 
 # %% tags=["nbval-ignore-output"]
 import time
@@ -61,15 +58,14 @@ assert layer.weight.dtype is gradient.dtype is torch.float32
 # %% [markdown]
 # Only the output is in bf16. It takes half the memory, and the matmul that computes it can be [much
 # faster](https://docs.pytorch.org/docs/stable/amp.html) in 16 bits. The weight and its gradient stay in
-# fp32. So we expect AMP to save time and memory, and to reach the same loss. This notebook measures all
-# three.
+# fp32. So we expect AMP to save time and memory, and to reach the same loss.
 #
 # ## The problem: a picture, from its coordinates
 #
 # The network gets the x and the y coordinate of each pixel and predicts the pixel's brightness. The
 # picture is a sum of two cosine waves, rounded to four levels. <!-- tests/bench/test_convmodel.py -->
-# The full scale uses the sizes of the article. The quick scale uses a smaller picture and fewer epochs. A
-# CPU that emulates bf16 gets the smallest picture.
+# The problem comes from an [article by
+# AMD](https://rocm.blogs.amd.com/artificial-intelligence/automatic-mixed-precision/README.html).
 
 # %%
 config = {
@@ -88,7 +84,6 @@ assert target.unique().numel() == 4
 
 # %% [markdown]
 # The convolutions of the network have 1x1 kernels, so each is a matmul over the channels of every pixel.
-# As a rule of thumb, reduced precision speeds up matmuls most.
 
 # %%
 model = ConvModel(config["hidden"])
@@ -135,9 +130,7 @@ def step_amp(model, optimizer, scaler, dtype):
 
 
 # %% [markdown]
-# A run needs a network, an optimizer and, for AMP, one scaler. We enable the scaler for fp16 only. With
-# bf16 the scaler is disabled and scales nothing, so `step_amp` serves both dtypes.
-# <!-- tests/core/test_precision.py -->
+# A run needs a network, an optimizer and, for AMP, one scaler. We enable the scaler for fp16 only.
 #
 # The FP32 baseline needs care. By default, PyTorch lets a recent NVIDIA GPU [run fp32 convolutions in
 # TF32](https://docs.pytorch.org/docs/stable/notes/cuda.html#tensorfloat-32-tf32-on-ampere-and-later-devices).
@@ -167,10 +160,8 @@ with Precision.FP32.float32_mode("cpu"):
     assert torch.backends.cudnn.conv.fp32_precision == "ieee"
 
 # %% [markdown]
-# We compare FP32 with each precision that this device accelerates ([only fp16 on a
-# T4](../docs/hardware.md#t4-v100-and-rtx-20)). `describe_device` finds these precisions by timing a matmul
-# in each. We list the fastest last. If there are none, we use bf16 anyway, to show what it costs to emulate bf16.
-# <!-- tests/core/test_device.py -->
+# We compare FP32 with each precision that this device accelerates. `describe_device` finds these precisions
+# by timing a matmul in each. If there are none, we use bf16 anyway. <!-- tests/core/test_device.py -->
 
 # %% tags=["nbval-ignore-output"]
 report = describe_device(device)
@@ -203,8 +194,7 @@ for loss in losses.values():  # (seeds, epochs)
 
 # %% [markdown]
 # Each line is the mean loss over the seeds, on a logarithmic axis. The band around a line reaches from
-# the lowest seed to the highest. With two CPU threads the two lines nearly coincide, and the bands overlap nearly
-# everywhere.
+# the lowest seed to the highest. With two CPU threads the two lines nearly coincide.
 #
 # To put a number on the difference, we average the loss of each run over the last ten epochs:
 
@@ -223,7 +213,7 @@ print(f"the seeds of fp32 differ by up to {(fp32_final.max() - fp32_final.min())
 # chance.
 #
 # This does not prove that the difference is zero. To find a smaller difference, subtract the losses of two
-# runs with the same seed, because they start from the same weights. The third exercise does this.
+# runs with the same seed, as in the third exercise.
 #
 # Is this loss low enough? We let the networks of the first seed draw the picture.
 
@@ -243,8 +233,7 @@ for picture in pictures.values():
     assert close.float().mean() > 0.6
 
 # %% [markdown]
-# The target is on the left, and the picture of each precision is next to it. All networks draw the diamonds
-# in the right places, but blur their edges.
+# All networks draw the diamonds in the right places, but blur their edges.
 #
 # ## Time of a training step
 #
@@ -258,9 +247,8 @@ for picture in pictures.values():
 # - It computes the speed-up within each round, and reports the median with its 95 % interval in
 #   brackets. <!-- tests/core/test_timing.py -->
 #
-# A measured time can still be wrong. So `is_possible` checks that no time is shorter than the device
-# allows. It divides the step's floating-point operations (FLOP) by the time, and compares the result with the rate of a matmul on
-# this device.
+# `is_possible` checks that no time is shorter than the device allows. It divides the step's floating-point
+# operations (FLOP) by the time, and compares the result with the rate of a matmul on this device.
 # <!-- tests/notebooks/test_04_fp32_vs_amp.py -->
 #
 # Before you run this: how much faster do you expect the step to be in 16 bits?
@@ -278,9 +266,9 @@ assert device.type == "cpu" or not fastest.is_below(1)
 # %% [markdown]
 # Each line shows the time of a step. From the second line on, it also shows the speed-up over FP32 and its
 # interval. AMP is faster if the interval lies above 1x, and slower if it lies below 1x. If the interval
-# contains 1x, this measurement cannot tell. Here AMP is faster, because the CPU of this run has instructions for bf16.
+# contains 1x, this measurement cannot tell. Here AMP is faster.
 #
-# Inference runs only the forward pass, so it needs autocast but no scaler. Will inference gain more than
+# Inference runs the forward pass, so it needs autocast but no scaler. Will inference gain more than
 # training, or less?
 
 # %% tags=["nbval-ignore-output"]
@@ -325,57 +313,38 @@ _ = figures.time_and_memory(
 
 # %% [markdown]
 # The figure shows the time on the left and the memory on the right. The label above a bar gives its value
-# and, except for FP32, the speed-up or the share of FP32's memory. The thin line at the end of a time bar
-# is the interval of that time. If the machine was too busy to tell, the time bars are grey.
-# <!-- tests/plots/test_plots.py -->
+# and, except for FP32, the speed-up or the share of FP32's memory. <!-- tests/plots/test_plots.py -->
 #
 # With bf16, autograd stores about half as many bytes as with FP32, because nearly all saved tensors are
 # activations in bf16. On Apple's MPS autograd stores more than with FP32, because batch normalisation
 # runs in fp32 there. <!-- tests/notebooks/test_04_fp32_vs_amp.py -->
 #
-# The peak also includes the weights, their gradients and Adam's state. All of these stay in fp32, so the
-# peak shrinks less. [Notebook 06](06_caltech256_resnet50.ipynb#Count-the-memory-of-a-step) counts them.
+# The peak also includes the weights, their gradients and Adam's state. All of these [stay in
+# fp32](06_caltech256_resnet50.ipynb#Count-the-memory-of-a-step), so the peak shrinks less.
 #
 # ## How not to measure
 #
-# The
-# [article](https://rocm.blogs.amd.com/artificial-intelligence/automatic-mixed-precision/README.html) with
-# this problem contains one mistake of wording and four of measuring. We print the times and the memory that
-# it reports, from an unnamed AMD GPU. The article calls the gain in training a
-# speed-up of 46 %.
+# The [article](https://rocm.blogs.amd.com/artificial-intelligence/automatic-mixed-precision/README.html) with
+# this problem reports these times, and calls the gain in training a speed-up of 46 %.
 
 # %%
-article = {"training": (13.98, 7.50, 2061, 1035), "inference": (4.24, 2.87, 3338, 1676)}
-for task, (fp32_s, amp_s, fp32_mb, amp_mb) in article.items():
+article = {"training": (13.98, 7.50), "inference": (4.24, 2.87)}  # seconds in FP32 and with AMP
+for task, (fp32_s, amp_s) in article.items():
     less, speedup = 1 - amp_s / fp32_s, fp32_s / amp_s
-    print(f"{task}: {less:.1%} less time is {speedup:.2f}x; FP32 {fp32_mb} MB, AMP {amp_mb} MB")
+    print(f"{task}: {less:.1%} less time is {speedup:.2f}x")
     assert (round(less, 3), round(speedup, 2)) in [(0.464, 1.86), (0.323, 1.48)]
 
 # %% [markdown]
-# The wording is wrong, because *less time* and *speed-up* are different numbers: 46.4 % less time is a
-# speed-up of 1.86x.
+# **Less time is not a speed-up.** 46.4 % less time is a speed-up of 1.86x.
 #
-# The memory is odd: inference needs more than training. Before you read on: how is this possible?
+# **Do not count the first step.** It can be slow, for example because it [loads a
+# library](https://docs.pytorch.org/tutorials/recipes/recipes/benchmark.html). Warm up before you measure.
 #
-# **The article kept activations that it did not need.** Its inference ran without `no_grad`, so each pass
-# stored a graph with its activations for a backward pass. In the loop `outputs = model(inputs)`, the old
-# `outputs` keep their graph alive until the new ones exist, so two graphs exist at once. Two graphs take as
-# much memory as the article reports. Without a graph, inference needs less than a third of the memory of
-# training.
-# <!-- tests/notebooks/test_04_fp32_vs_amp.py -->
-#
-# **The article counted the first step.** The first step can be slow, for example because it [loads a
-# library](https://docs.pytorch.org/tutorials/recipes/recipes/benchmark.html). The article measured FP32
-# first, so FP32 paid for the loading, and AMP may look better than it is. Warm up before you measure.
-#
-# **The article compared one run with one run.** Its loss was 17 % lower with AMP, but no seed was set. One
-# run of each cannot tell whether this is an effect or chance.
-#
-# **The article stopped the clock too early.** A call that starts work on a GPU returns before the work is
-# done. If you read the clock without waiting first, you time how fast the CPU queues work.
+# **Do not stop the clock too early.** A call that starts work on a GPU returns before the work is done. If
+# you read the clock without waiting first, you time how fast the CPU queues work.
 #
 # `compare` always waits, so we write a clock that waits only if we ask it to. `Rounds` is the part of
-# `compare` that collects the times of each round, and leaves out disturbed rounds.
+# `compare` that collects the times of each round.
 
 
 # %%
@@ -408,30 +377,25 @@ assert not hidden.is_below(0.9)
 assert device.type != "cpu" or not hidden.is_above(1.1)
 
 # %% [markdown]
-# The second line compares the two clocks. On a CPU they agree: the interval contains 1x. (The factor before
-# the interval is a median over the rounds. It may differ a little from the ratio of the two times.)
+# The second line compares the two clocks. With two CPU threads they agree: the interval contains 1x.
 #
 # On a GPU the interval may lie above 1x. But both clocks time the same step, so this speed-up is not real:
 # the second clock stopped too early. On an H100, it reported [six times the
-# speed](../data/results/README.md#an-nvidia-h100). We time FP32, because with fp16 the scaler [usually
-# waits](03_grad_scaler_step_by_step.ipynb#What-a-scaler-costs) for the device in every step.
+# speed](../data/results/README.md#an-nvidia-h100).
 #
 # ## Summary
 #
 # - AMP changed or added four lines in the training step, and one more line creates the scaler. The
 #   network, the data and the optimizer stayed the same.
-# - To see whether reduced precision costs accuracy, compare the losses of several seeds. With few seeds
-#   you see only a difference that is larger than their spread. Paired runs can show a smaller difference
-#   with fewer runs.
+# - To see whether reduced precision costs accuracy, compare the losses of several seeds.
 # - To measure time, synchronise, warm up, repeat, take turns and give an interval. Say whether the
-#   baseline is FP32 or TF32. [Notebook 10](10_speed_ladder.ipynb) times the same network at other sizes,
-#   where AMP gains more or less.
+#   baseline is FP32 or TF32.
 # - Weights, gradients and optimizer state [stay in
 #   fp32](08g_speed_and_memory.ipynb#The-memory-is-not-halved), so memory falls towards half only if
 #   most of it holds activations.
 #
-# Next, [notebook 05](05_cifar10_mobilenet.ipynb) puts AMP into an ordinary training loop, with real
-# pictures and a network that AMP does not always make faster.
+# Next, [notebook 05](05_cifar10_mobilenet.ipynb) puts AMP into an ordinary training loop with real
+# pictures.
 #
 # ## Exercises
 #
