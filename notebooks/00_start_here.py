@@ -35,9 +35,8 @@ device, scale = start()  # AMP_LAB_DEVICE and AMP_LAB_SCALE override the choice
 figures.use_style()
 
 # %% [markdown]
-# Every notebook begins with such a line, so you know where its numbers come from. The line shows the
-# device, its instructions (on a GPU its driver), the version of torch, the date and the commit. *Quick
-# scale* means that the problems are small enough for a CPU. <!-- tests/core/test_device.py -->
+# The line shows the device, the version of torch, the date and the commit. *Quick scale* means that the
+# problems are small enough for a CPU. <!-- tests/core/test_device.py -->
 # <!-- tests/notebooks/test_notebooks.py -->
 #
 # ## The idea in five lines
@@ -57,16 +56,14 @@ assert half.dtype is torch.bfloat16
 assert 2 * half.nbytes == full.nbytes
 
 # %% [markdown]
-# `x` and `weight` are still fp32, but the result under autocast has half as many bytes. Such a tensor
-# takes half the memory and, as a rule of thumb, half the time to read or write. Matrix multiplications can
-# also be [much faster](https://docs.pytorch.org/docs/stable/amp.html) in 16 bits. AMP uses these
-# advantages, and keeps fp32 where fewer bits would harm training.
+# `x` and `weight` are still fp32, but the result under autocast has half as many bytes. Matrix
+# multiplications can also be [much faster](https://docs.pytorch.org/docs/stable/amp.html) in 16 bits. AMP
+# uses these advantages, and keeps fp32 where fewer bits would harm training.
 #
 # ## A network and some data
 #
 # We train on the handwritten digits of scikit-learn, images of 8 by 8 pixels. The network has three linear
-# layers. We make them wide, so that there is enough work to speed up. (A CPU that is slow in bf16 gets
-# narrower layers.)
+# layers. We make them wide, so that there is enough work to speed up.
 
 # %%
 digits = load_digits()
@@ -117,7 +114,7 @@ def train_fp32(model, optimizer, batches):
 # %% [markdown]
 # ## The same loop with AMP
 #
-# The lines marked `AMP` are new or changed. Model, data and optimizer stay the same.
+# The lines marked `AMP` are new or changed.
 
 
 # %%
@@ -139,15 +136,14 @@ def train_amp(model, optimizer, batches, dtype, scaler):
 # %% [markdown]
 # The marked lines use two tools:
 #
-# - **`torch.autocast`** picks the precision of each op in its block: 16 bits for linear layers and
-#   convolutions, and fp32 for ops that need it, such as most losses. The weights stay in fp32. [Notebook
-#   02](02_autocast_dtypes.ipynb) shows which op runs in which precision.
+# - **`torch.autocast`** picks the precision of [each op in its block](02_autocast_dtypes.ipynb): 16 bits
+#   for linear layers and convolutions, and fp32 for ops that need it, such as most losses. The weights stay
+#   in fp32.
 # - **The scaler** is needed only for fp16, where a gradient smaller than about 3e-8 [becomes
 #   zero](01_number_formats.ipynb#Underflow). `scale` multiplies the loss, and so all gradients, by a large
 #   number, the *loss scale*. `step` divides the gradients by the loss scale before the optimizer uses
-#   them. `update` adjusts the loss scale for the next step. For bf16 we create the scaler with
-#   `enabled=False`, so it scales nothing. [Notebook 03](03_grad_scaler_step_by_step.ipynb) follows the
-#   scaler step by step.
+#   them. `update` adjusts the loss scale for the next step. For bf16 we create [the
+#   scaler](03_grad_scaler_step_by_step.ipynb) with `enabled=False`, so it scales nothing.
 #
 # There are [two 16-bit formats](01_number_formats.ipynb#Range). **bf16** has about the range of fp32 and
 # usually needs no scaler. **fp16** is more precise, but its largest number is 65504. As a rule of thumb,
@@ -164,14 +160,13 @@ assert scaler.is_enabled() == (precision is Precision.FP16)
 
 # %% [markdown]
 # If the line recommends fp32, either this device has no fast 16-bit matrix multiplication, or the machine
-# was too busy to measure it. Then we train with AMP in bf16 anyway, but without fast 16-bit hardware AMP
-# may be no faster. <!-- tests/core/test_device.py -->
+# was too busy to measure it. Then we train with AMP in bf16 anyway. <!-- tests/core/test_device.py -->
 #
 # ## Compare loss, time and memory
 #
-# We train both networks for ten epochs and compare their losses. The AMP run stores activations with [two
-# to three decimal digits](01_number_formats.ipynb#Summary) (three in fp16), and the fp32 run stores them
-# with seven. Before you run this: how much worse will the loss of the AMP run be?
+# We train both networks for ten epochs and compare their losses. A bf16 number has [two to three decimal
+# digits](01_number_formats.ipynb#Summary), an fp32 number has seven. Before you run this: how much worse
+# will the loss of the AMP run be?
 
 # %% tags=["nbval-ignore-output"]
 fp32_model, fp32_optimizer = new_network()
@@ -191,9 +186,9 @@ assert {p.dtype for p in amp_model.parameters()} == {torch.float32}
 # %% [markdown]
 # Both losses fell by nearly the same amount, as the assertion checks.
 #
-# Next we measure the time of a step. `compare` runs the two loops in turns, so that other programs on your
-# machine slow down both alike. We also compare the *saved activations*: the tensors that the forward pass
-# keeps in memory for the backward pass. `forecast_memory` computes their size from the shapes.
+# Next we measure the time of a step. `compare` runs the two loops in turns. We also compare the *saved
+# activations*: the tensors that the forward pass keeps in memory for the backward pass. `forecast_memory`
+# computes their size from the shapes.
 
 # %% tags=["nbval-ignore-output"]
 step_fp32 = partial(train_fp32, fp32_model, fp32_optimizer, batches[:1])
@@ -222,12 +217,10 @@ assert memory[str(precision)] < memory["fp32"]
 # - **Left:** the time of one step. The thin line on each bar and the range in brackets show the
 #   uncertainty of the measurement.
 # - **Middle:** the memory of the saved activations.
-# - **Right:** the loss over the 70 steps. The two curves lie on top of each other: two or three digits
-#   were enough for training.
+# - **Right:** the loss over the 70 steps.
 #
 # The outputs that you see here come from two CPU cores with bf16 instructions, where AMP made a step
-# faster. Your machine may differ. As a rule of thumb, GPUs with tensor cores (AMD: matrix cores) gain
-# more, and a CPU without such instructions loses time.
+# faster. Your machine may differ.
 #
 # ## Where do you want to go?
 #
@@ -258,10 +251,8 @@ assert memory[str(precision)] < memory["fp32"]
 # ## Summary
 #
 # Four lines of the loop changed: an autocast block around the forward pass and the loss, and three calls
-# of a scaler. Unless we train in fp16, the scaler is disabled, and its `step` [just
-# calls](https://docs.pytorch.org/docs/stable/amp.html#torch.amp.GradScaler) `optimizer.step()`. AMP about
-# halved the saved activations and left the loss about the same. The time changed by the factor that you
-# measured.
+# of a scaler, which is enabled only for fp16. AMP about halved the saved activations and left the loss
+# about the same. The time changed by the factor that you measured.
 #
 # Next: [what the formats can and cannot represent](01_number_formats.ipynb).
 #
@@ -303,8 +294,7 @@ exercises.check_needs_scaler(needs_scaler)
 #     return dtype is torch.float16
 # ```
 #
-# bf16 has the exponent of fp32, so its smallest normal number is the same. A gradient that vanishes in
-# bf16 is close to the lower end of fp32's range too.
+# bf16 has the exponent of fp32, so its smallest normal number is the same.
 #
 # </details>
 #

@@ -217,7 +217,7 @@ assert (careless.dtype, careful.dtype, back.dtype) == (low, torch.float32, low)
 #
 # ## The cache of weight casts
 #
-# If a block uses a weight five times, one cast is enough. Autocast keeps the cast weight in memory until
+# If a block uses a weight five times, one cast is enough. In training, autocast keeps the cast weight until
 # the outermost block ends. We count the casts for a trained weight with and without the cache, for a
 # frozen weight, and for a weight that is computed from another tensor.
 
@@ -262,8 +262,8 @@ assert torch.equal(stale, before)
 assert torch.equal(fresh, 2 * before)
 
 # %% [markdown]
-# The weight has doubled, but the matmul in the same block still uses the old cast.
-# **Put one block around each forward pass, and never one around the whole training loop.**
+# The weight has doubled, but the matmul in the same block still uses the old cast. **Put one block around
+# each forward pass, and never one around the whole training loop.**
 #
 # ## Your own autograd functions
 #
@@ -320,10 +320,10 @@ torch.testing.assert_close(weight.grad, exact, rtol=0.02, atol=0)  # about five 
 #
 # ## Ask for any backend's policy
 #
-# Each backend has its own list of ops. You can see CUDA's dtypes without CUDA: a **fake tensor** has a
-# device, a shape and a dtype, but no data, so its device need not exist. `policy_of` makes all tensors in
-# its block fake and enables autocast for the device that you name. We give each op an input in low
-# precision. Before you look: which ops will return fp32 on CUDA, but not on the CPU?
+# You can see CUDA's dtypes without CUDA: a **fake tensor** has a device, a shape and a dtype, but no data,
+# so its device need not exist. `policy_of` makes all tensors in its block fake and enables autocast for
+# the device that you name. We give each op an input in low precision. Before you look: which ops will
+# return fp32 on CUDA, but not on the CPU?
 
 # %%
 grid = {}
@@ -342,7 +342,7 @@ assert all(table[name][1] == predicted for name, predicted in here.items())
 
 # %% [markdown]
 # Each field shows the dtype that an op returns on a backend for an input in low precision. Dark fields are
-# fp32. (`cuda` also stands for [AMD's GPUs](https://docs.pytorch.org/docs/stable/notes/hip.html).)
+# fp32.
 #
 # - From `linear` to `add fp32`, all backends follow the same policy. <!-- tests/notebooks/test_02_autocast_dtypes.py -->
 # - From `sum` to `layer_norm`, the CPU stays in low precision where CUDA goes to fp32. CUDA does so because
@@ -369,8 +369,8 @@ assert all(table[name][1] == predicted for name, predicted in here.items())
 # - Parameters and their gradients stay fp32. Results keep their dtype when they leave the block.
 # - One block goes around the forward pass and the loss. `backward()` and `step()` stay outside.
 # - An fp32 island needs `enabled=False`, and `.float()` on its inputs.
-# - In training, the cache keeps the casts of trained weights until the outermost block ends. So do not change a weight
-#   inside a block.
+# - In training, the cache keeps the casts of trained weights until the outermost block ends. So do not
+#   change a weight inside a block.
 # - With `custom_fwd` and `custom_bwd`, an autograd function casts in `backward` as in `forward`.
 #
 # Next: [notebook 03](03_grad_scaler_step_by_step.ipynb) follows a `GradScaler`, which fp16 needs in

@@ -103,7 +103,7 @@ check(layer, -0.8939, -0.9002)
 # %% [markdown]
 # ## One step in FP32
 #
-# An fp32 step is our baseline. Its forward pass computes weight times input plus bias.
+# The forward pass computes weight times input plus bias.
 
 # %%
 output = layer(x)
@@ -466,8 +466,7 @@ exercises.check_scale_after(scale_at_the_end)
 # ### 3. Clip, with a scaler
 #
 # Complete `clipped_step` so that the norm of the gradients is at most 1 when the optimizer uses them.
-# The check compares the weights with those of an fp32 step that clips. It also checks that the scaler
-# has counted the step.
+# The check compares the weights with those of an fp32 step that clips.
 
 
 # %%

@@ -208,12 +208,9 @@ for precision, loss in final.items():
 print(f"the seeds of fp32 differ by up to {(fp32_final.max() - fp32_final.min()).item():.5f}")
 
 # %% [markdown]
-# The means of fp32 and bf16 differ by less than the seeds of fp32 do, so we see no loss of accuracy.
-# Read the numbers of your device in the same way: a difference that is smaller than the spread may be
-# chance.
-#
-# This does not prove that the difference is zero. To find a smaller difference, subtract the losses of two
-# runs with the same seed, as in the third exercise.
+# The means of fp32 and bf16 differ by less than the seeds of fp32 do, so we see no loss of accuracy. A
+# difference that is smaller than the spread may be chance. To find a smaller difference, subtract the losses
+# of two runs with the same seed, as in the third exercise.
 #
 # Is this loss low enough? We let the networks of the first seed draw the picture.
 
@@ -243,7 +240,7 @@ for picture in pictures.values():
 #   turn. Before and after each turn, it waits until the device has finished.
 # - Every second round runs in reverse order, so a drift of the machine affects all functions alike.
 # - It leaves out rounds that another program disturbs. If too few rounds remain, the result says
-#   *not reliable*. Then stop the other program and run the cell again.
+#   *not reliable*.
 # - It computes the speed-up within each round, and reports the median with its 95 % interval in
 #   brackets. <!-- tests/core/test_timing.py -->
 #
@@ -483,9 +480,7 @@ exercises.check_seconds_of(seconds_of)
 # ### 3. Compare in pairs
 #
 # Two tensors hold the losses of the same seeds in the same order, in FP32 and in bf16. Return two
-# numbers: the mean difference (bf16 minus FP32), and its standard error, computed from the pairs. If the
-# mean difference is several times its standard error, bf16 very likely differs from FP32, even if the
-# spread between seeds is much larger.
+# numbers: the mean difference (bf16 minus FP32), and its standard error, computed from the pairs.
 
 
 # %%
@@ -511,8 +506,7 @@ exercises.check_paired(paired)
 #     return differences.mean(), differences.std() / len(differences) ** 0.5
 # ```
 #
-# If a seed raises or lowers both losses alike, this effect cancels in the subtraction. The spread of
-# each precision alone still contains the effect, so a small difference could be lost in it.
+# If a seed raises or lowers both losses alike, this effect cancels in the subtraction.
 #
 # </details>
 #
