@@ -9,9 +9,8 @@
 # %% [markdown]
 # # Go below 16 bits with FP8, MX and NVFP4
 #
-# **What you'll do.** Round tensors to eight and four bits, first by hand, then with the scales that
-# today's GPUs use. Train a small GPT whose linear layers multiply rounded tensors. Test a model in four
-# formats with `rehearse`.
+# **What you'll do.** Round tensors to eight and four bits, with scales. Train a small GPT whose linear
+# layers multiply rounded tensors. Test a model in four formats with `rehearse`.
 #
 # **What you'll learn.**
 # - which numbers an eight-bit or four-bit format can represent, and why it needs a scale;
@@ -20,8 +19,7 @@
 # - which layers to keep in 16 bits, and what a simulation cannot tell you.
 #
 # **What you need.** [Notebook 01](01_number_formats.ipynb) for number formats. You need no GPU,
-# because we simulate the formats. The simulation gives the same numbers as the library torchao, bit
-# for bit. <!-- tests/formats/test_scaling.py -->
+# because we simulate the formats.
 
 # %% tags=["nbval-ignore-output"]
 import argparse
@@ -57,18 +55,14 @@ assert not unscaled.any()
 assert (scaled / gradient - 1).abs().max() < 2**-4
 
 # %% [markdown]
-# Without a scale, all three values become zero (-0.0 is zero too), because they are below half of the
-# smallest positive number of E4M3, which is 2^-9, about 0.002. With a scale, all three values survive,
-# with an error of at most a sixteenth.
-#
-# In fp16, one loss scale is usually enough ([notebook 03](03_grad_scaler_step_by_step.ipynb)). Below 16
-# bits, each *tensor* needs a scale, or even each group of 16 values.
+# Without a scale, all three values become zero, because they are below half of the smallest positive
+# number of E4M3, which is about 0.002. With a scale, all three values survive, with an error of at most
+# a sixteenth.
 #
 # ## Formats of a single value
 #
 # A single value of a tensor is called an *element*. `ELEMENTS` lists the formats of elements. For seven of
-# them we print the largest and the smallest positive number, and below 16 bits also how many finite
-# numbers the format has:
+# them we print the largest and the smallest positive number:
 
 # %%
 for name in ("fp16", "e4m3", "e5m2", "e2m3", "e3m2", "e2m1", "int8"):
@@ -85,35 +79,7 @@ assert halves[halves >= 0].tolist() == [0, 0.5, 1, 1.5, 2, 3, 4, 6]
 # gradients](https://arxiv.org/abs/2209.05433), has a larger range but is coarser. **E2M1** is the
 # element of the four-bit formats MXFP4 and NVFP4, which follow below.
 #
-# We now round by hand. As an example, we round 5.3 to E4M3:
-#
-# 1. Clip the value to the largest number of the format, as torchao does. <!-- tests/formats/test_scaling.py -->
-# 2. Find the largest power of two that is not above the value's magnitude: 4. Use at least the format's
-#    smallest normal number, which is 2^-6 in E4M3.
-# 3. Divide this power by 2^3, for 3 mantissa bits, to get the spacing of the numbers there: 4 / 8 = 0.5.
-# 4. Round the value to the nearest multiple of the spacing: 5.5. In a tie, round to the multiple whose last
-#    mantissa bit is 0 (the *even* one).
-
-
-# %%
-def round_to(values, mantissa_bits, least_exponent, largest):
-    """Round to the nearest numbers of a format; ties go to the even one."""
-    values = values.clamp(-largest, largest)
-    exponent = torch.frexp(values).exponent - 1  # of the power of two just below
-    spacing = torch.exp2((exponent.clamp(min=least_exponent) - mantissa_bits).float())
-    return (values / spacing).round() * spacing
-
-
-torch.manual_seed(0)
-some = torch.randn(100_000) * torch.exp2(torch.randint(-12, 8, (100_000,)).float())
-by_hand = round_to(some, mantissa_bits=3, least_exponent=-6, largest=448)
-assert torch.equal(by_hand, some.clamp(-448, 448).to(torch.float8_e4m3fn).float())
-assert torch.equal(by_hand, ELEMENTS["e4m3"].round(some))
-e2m1 = round_to(some, mantissa_bits=1, least_exponent=0, largest=6)
-assert torch.equal(e2m1, ELEMENTS["e2m1"].round(some))
-
-# %% [markdown]
-# Our function gives the same numbers as a `clamp` followed by PyTorch's cast. [Many other
+# PyTorch can cast to FP8. [Many other
 # ops](https://docs.pytorch.org/docs/stable/tensor_attributes.html), such as sums, do not support FP8.
 #
 # ## The values that share a scale
@@ -149,6 +115,7 @@ def sqnr(values, rounded):
     return 10 * torch.log10(values[kept].square().mean() / noise).item()
 
 
+torch.manual_seed(0)
 normal = torch.randn(128, 256)
 outliers = normal.clone()
 outliers[:, 100] *= 1e6  # one channel of 256
@@ -161,24 +128,20 @@ _ = figures.sqnr_by_format(errors)
 
 # %% [markdown]
 # The figure shows the SQNR of all values except the outliers. Higher is better. Without an outlier, the
-# error depends almost only on the element: about 31 dB in E4M3 (an error of 3 %), and 19 to 20 dB in
+# error depends almost only on the element: 31 to 32 dB in E4M3 (an error of 3 %), and 19 to 20 dB in
 # E2M1 (10 %).
 #
 # The outlier channel puts one outlier into each row. Each outlier ruins the values that share its scale:
 #
 # - In `fp8` this is the whole tensor, and in `fp8-rowwise` the whole row.
-# - In `nvfp4` it is the whole tensor too. All blocks share the fp32 scale. The outlier makes it so large
-#   that the other blocks would need block scales too small for E4M3.
-# - In `fp8-1x128` and the MX formats (`mxfp8`, `mxfp4`), it is one block in each row. In the MX formats,
-#   this is an eighth of the values. If all of them become zero, the SQNR falls to 9 dB (10 log10 8).
+# - In `nvfp4` it is the whole tensor too, because all blocks share the fp32 scale.
+# - In `fp8-1x128` and the MX formats (`mxfp8`, `mxfp4`), it is one block in each row.
 #
-# The next cell checks this and prints how many bits each value takes, with its share of the scale. A
-# scale of 8 bits for 32 values adds 0.25 bits to each value:
+# The next cell checks this and prints how many bits each value takes, with its share of the scale:
 
 # %% tags=["nbval-ignore-output"]
 alone, beside = errors["normal"], errors["one outlier channel"]
 assert min(alone[name] for name in NAMES[:4]) > 29
-assert abs(alone["fp8-rowwise"] - alone["mxfp8"]) < 0.01
 assert all(17 < alone[name] < 22 for name in ("mxfp4", "nvfp4"))
 assert max(beside[name] for name in ("fp8", "fp8-rowwise", "nvfp4")) < 3
 assert beside["mxfp4"] > 6
@@ -194,8 +157,8 @@ for name in NAMES:
 # %% tags=["nbval-ignore-output"]
 usual = normal.clone()
 usual[:, 100] *= 100
-others = torch.arange(256) != 100
-at_100 = {name: sqnr(usual[:, others], quantize(usual, name)[:, others]) for name in NAMES}
+rest = torch.arange(256) != 100
+at_100 = {name: sqnr(usual[:, rest], quantize(usual, name)[:, rest]) for name in NAMES}
 print("  ".join(f"{name} {value:.1f} dB" for name, value in at_100.items()))
 assert all(at_100[name] > 29 for name in NAMES[:4])
 assert at_100["mxfp4"] < at_100["nvfp4"] < alone["nvfp4"] - 5
@@ -209,13 +172,10 @@ assert at_100["mxfp4"] < at_100["nvfp4"] < alone["nvfp4"] - 5
 #
 # A linear layer has up to three matmuls in a training step: the output, the gradient of the input
 # (*dgrad*), and the gradient of the weight (*wgrad*). We round both operands of each matmul to the same
-# format, as [torchao's recipe](https://github.com/pytorch/ao/blob/main/torchao/float8/config.py) `rowwise`
-# does. So in FP8, the gradients are in E4M3 too, not in E5M2.
+# format. So in FP8, the gradients are in E4M3 too.
 #
-# The values that share a scale must lie along the dimension that the matmul sums over. Then the matmul can
-# first add up the products of a block, and multiply only their sum by the scales. The weight has the shape
-# (out, in). The output sums over *in*, so each block lies in a row of the weight. dgrad sums over *out*, so
-# we round the weight again, with blocks in its columns (`weight.T`).
+# The blocks lie along the dimension that the matmul sums over. The weight has the shape (out, in), and
+# dgrad sums over *out*, so we round the weight again, with blocks in its columns (`weight.T`).
 #
 # Everything else is in fp32: other ops, the optimizer's weights, and the sums.
 
@@ -298,8 +258,8 @@ def train(form, seed, steps):
 
 # %% [markdown]
 # We train in fp32, in E4M3 without a scale, and in four formats with scales, with three seeds each.
-# The cell prints the mean loss of the last 20 steps. (In `Format`, `(0, 0)` means that the whole tensor
-# is one block.) Before you run this: which formats learn as well as fp32?
+# The cell prints the mean loss of the last 20 steps. Before you run this: which formats learn as well
+# as fp32?
 
 # %% tags=["nbval-ignore-output"]
 no_scale = Format("fp8, no scale", ELEMENTS["e4m3"], (0, 0), scale="none")
@@ -319,7 +279,7 @@ _ = figures.loss_from_fp32(losses)
 # their range. The grey band is the range of the fp32 loss over the seeds.
 #
 # FP8 and MXFP8 learn as well as fp32. The four-bit formats learn slightly less. FP8 without a scale learns
-# much less, because E4M3 rounds many gradients to zero. We check the printed losses:
+# much less. We check the printed losses:
 
 # %%
 between_seeds = max(last["fp32"]) - min(last["fp32"])
@@ -334,9 +294,7 @@ for name in ("mxfp4", "nvfp4"):
 # **a format that fails here is not worth a large run**.
 #
 # **Keep some layers in 16 bits**: [embeddings, the head, routers and
-# norms](https://arxiv.org/abs/2412.19437), and layers whose error is large. NVIDIA's [recipe for
-# NVFP4](https://arxiv.org/abs/2509.25149) does so too, and uses stochastic rounding and a Hadamard
-# transform. Our simulation leaves these two out.
+# norms](https://arxiv.org/abs/2412.19437), and layers whose error is large.
 #
 # ## Compare with PyTorch's FP8 matmul (optional)
 #
@@ -368,10 +326,8 @@ assert off < 2**-8  # the rounding of the result to bf16
 #
 # Our simulation adds the products in fp32. A Hopper GPU adds FP8 products in [about 14
 # bits](https://arxiv.org/abs/2412.19437). To lose less, a matmul kernel can move its partial sums to fp32
-# several times. PyTorch's FP8 matmul does so, unless you pass `use_fast_accum=True`. torchao passes `True`
-# [in the forward matmul](https://github.com/pytorch/ao/blob/main/torchao/float8/config.py).
-# `hopper_matmul` adds as an H100 does, bit for bit, with either value.
-# <!-- tests/formats/test_hopper_sums.py -->
+# several times. PyTorch's FP8 matmul does so, unless you pass `use_fast_accum=True`. `hopper_matmul` adds
+# as an H100 does, with either value. <!-- tests/formats/test_hopper_sums.py -->
 #
 # We sum 4096 products, first of values with both signs, then of their magnitudes. Before you run this:
 # in which case does a sum in 14 bits lose more accuracy?
@@ -388,12 +344,8 @@ for kind_of_values, (left, right) in (("both signs", rows), ("one sign", rows.ab
         assert share < 0.01 or (fast and kind_of_values == "one sign")
 
 # %% [markdown]
-# An H100 adds 32 products at a time, so each sum takes 128 additions. With one sign, the sum keeps
-# growing, and each addition cuts off the bits that do not fit into 14 bits. With both signs, the sum
-# stays small, so little is cut off.
-#
-# The inputs of a layer after ReLU have one sign. If the layer's weights have one sign too, and its
-# sums are long, `rehearse` (below) tells you to turn `use_fast_accum` off. <!-- tests/remedies/test_advise_remedies.py -->
+# With one sign, the sum keeps growing, and each addition cuts off the bits that do not fit into 14 bits.
+# With both signs, the sum stays small, so little is cut off.
 #
 # ## Which GPU supports which format (optional)
 #
@@ -431,13 +383,12 @@ assert (usual, fnuz, torch.finfo(torch.float8_e4m3fnuz).max) == (1.0, 0.5, 240)
 #
 # 1. It runs one training step in fp32.
 # 2. For each linear layer and convolution, it rounds the operands of the three matmuls to each format,
-#    repeats the matmuls, and compares the results with those of fp32. Layers with a large error are better
-#    left in 16 bits.
-# 3. In each format, it repeats the training step of the whole model. All layers are rounded except those
-#    that should stay in 16 bits: those with a large error, and others such as the head.
+#    repeats the matmuls, and compares the results with those of fp32.
+# 3. In each format, it repeats the training step of the whole model, without the layers that should
+#    stay in 16 bits.
 #
-# We call `rehearse` on our GPT, with an outlier for it to find. In the MLP of the second block, we
-# make one of the 256 features about a million times as large: <!-- tests/formats/test_rehearsal.py -->
+# We call `rehearse` on our GPT. In the MLP of the second block, we make one of the 256 features about a
+# million times as large: <!-- tests/formats/test_rehearsal.py -->
 
 # %% tags=["nbval-ignore-output"]
 torch.manual_seed(0)
@@ -461,17 +412,12 @@ report
 # one format. A star marks a layer that is better left in 16 bits. *Look at* gives the reason for each star:
 #
 # - The large feature ruins the two layers around it, `blocks.1.up` and `blocks.1.down`, in every format.
-#   The error is largest if the whole tensor shares a scale (`fp8` and `nvfp4`).
-# - The head, `token.weight`, always has a star. It has no SQNR, because its output size is 88, and on a GPU
-#   FP8 matmuls need multiples of 16 ([what to
-#   pad](08g_speed_and_memory.ipynb#A-size-is-not-a-multiple-of-16-or-8)).
+# - The head, `token.weight`, has no SQNR, because its output size is 88, and on a GPU FP8 matmuls need
+#   [multiples of 16](08g_speed_and_memory.ipynb#A-size-is-not-a-multiple-of-16-or-8).
 #
-# The last rows show the errors of the whole model, with the starred layers in 16 bits. `layers` counts the
-# layers without a star. The verdict *accurate enough in one step* means that the errors are below wide
-# limits, such as 50 % for the gradients. It does not show that the model learns.
-#
-# In a terminal, `amp-lab rehearse --steps 20` also trains in each format, and `--for h100` forecasts which
-# layers would be faster on an H100. <!-- tests/cli/test_rehearse_command.py -->
+# The last rows show the errors of the whole model, with the starred layers in 16 bits. The verdict
+# *accurate enough in one step* does not show that the model learns. In a terminal, `amp-lab rehearse
+# --steps 20` also trains in each format. <!-- tests/cli/test_rehearse_command.py -->
 #
 # We check the two layers, and the error of the gradients in one format:
 
@@ -485,14 +431,9 @@ assert report.formats[1].gradients_off < 2**-4  # the largest rounding error of 
 # %% [markdown]
 # ## Train in FP8 on a GPU
 #
-# The report ends with code that converts the model with torchao. `rehearse` ran this code on a copy first.
-# <!-- tests/formats/test_rehearsal.py --> You can also use the layers of NVIDIA's [Transformer
-# Engine](https://docs.nvidia.com/deeplearning/transformer-engine/user-guide/index.html). Compile the model
-# as well, since the casts can cost more than the matmul saves.
-#
-# Only large layers gain. In [torchao's
-# table](https://github.com/pytorch/ao/tree/main/torchao/float8#performance), FP8 is slower than bf16 for
-# a matmul of 1024 x 2048 x 1024, and 39 % faster for 4096 x 8192 x 16384.
+# The report ends with code that converts the model with torchao. <!-- tests/formats/test_rehearsal.py -->
+# Compile the model as well. Only large layers gain, as [torchao's
+# table](https://github.com/pytorch/ao/tree/main/torchao/float8#performance) shows.
 #
 # ## Summary
 #
@@ -502,8 +443,6 @@ assert report.formats[1].gradients_off < 2**-4  # the largest rounding error of 
 #   most of its block, so smaller blocks help.
 # - A format that fails in a rehearsal is not worth a large run. A format that passes can still fail in a
 #   long run.
-#
-# [Notebook 10](10_speed_ladder.ipynb) measures the speed of each precision on your device.
 #
 # ## Exercises
 #
@@ -537,8 +476,6 @@ exercises.check_bits(mebibytes)
 # ```python
 # mebibytes = 4096 * 4096 * (4 + 8 / 16) / 8 / 2**20
 # ```
-#
-# NVFP4 takes 9 MiB, and bf16 takes 32 MiB.
 #
 # </details>
 #
@@ -600,10 +537,6 @@ exercises.check_block_scales(block_scales)
 # def block_scales(rows):
 #     return (rows.abs().amax(1, keepdim=True) / 6).log2().ceil().exp2()
 # ```
-#
-# [NVIDIA's recipe for MXFP8](https://arxiv.org/abs/2506.08027) rounds its scales up in the same way, so no
-# value is clipped. The OCP specification rounds them down (`Format(…, power="floor")`), so the largest
-# values of a block may be clipped.
 #
 # </details>
 #
