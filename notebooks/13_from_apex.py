@@ -9,16 +9,14 @@
 # %% [markdown]
 # # Move from Apex to torch.amp
 #
-# This notebook is for you if you have code for NVIDIA's Apex or for torch.cuda.amp.
-#
 # **What you'll do.** Train a small network at each of Apex's four optimization levels, and compare each level
 # with the code that you would write today. Then move old code to `torch.amp`, by hand and with `amp-lab
-# migrate`, and resume from a checkpoint that Apex wrote.
+# migrate`, and resume from a checkpoint in Apex's format.
 #
 # **What you'll learn.**
 # - what the levels O0 to O3 did to weights, activations, gradients and optimizer, and to memory;
 # - how to translate an old training loop line by line;
-# - which defaults and argument positions changed, without a warning;
+# - which defaults and argument positions changed;
 # - what an Apex checkpoint contains, and what is missing.
 #
 # **What you need.** [Notebook 02](02_autocast_dtypes.ipynb) for autocast and [notebook
@@ -36,7 +34,7 @@ from course import start
 device, scale = start()  # AMP_LAB_DEVICE and AMP_LAB_SCALE override the choice
 
 # %% [markdown]
-# The other imports come from torch. The tensors are small, so we use one thread.
+# The other imports come from torch:
 
 # %%
 import torch
@@ -66,14 +64,12 @@ print(f"{(today != as_apex_did).sum()} of {today.numel()} outputs differ")
 assert torch.equal(today, as_apex_did)
 
 # %% [markdown]
-# None of the outputs differ. So to move your code, you mostly replace names. This notebook also shows
-# the few places where Apex and `torch.amp` behave differently.
+# None of the outputs differ. So to move your code, you mostly replace names.
 #
 # ## The names, then and now
 #
-# [PyTorch 1.6](https://github.com/pytorch/pytorch/releases/tag/v1.6.0) added `torch.cuda.amp` in 2020.
-# [`torch.amp`](https://docs.pytorch.org/docs/stable/amp.html) followed later and also supports CPUs
-# and other accelerators. Apex removed its `amp` [in 2025](https://github.com/NVIDIA/apex/pull/1896).
+# Apex removed its `amp` [in 2025](https://github.com/NVIDIA/apex/pull/1896). These names of torch
+# replace those of Apex:
 #
 # | Apex | today |
 # |---|---|
@@ -107,19 +103,16 @@ assert torch.equal(today, as_apex_did)
 #   such as softmax and the losses cast their inputs to fp32.
 # - **Master weights** (O2): the optimizer updates an fp32 copy of each fp16 weight.
 # - **The dynamic loss scale** (O1 and O2) [started at
-#   2^16](https://github.com/NVIDIA/apex/blob/e13873debc4699d39c6861074b9a3b2a02327f92/apex/amp/scaler.py).
-#   An overflow halved the scale. 2000 good steps in a row doubled it, up to 2^24. `GradScaler` has the
-#   same defaults, but no upper limit. <!-- tests/notebooks/test_13_from_apex.py -->
+#   2^16](https://github.com/NVIDIA/apex/blob/e13873debc4699d39c6861074b9a3b2a02327f92/apex/amp/scaler.py)
+#   and by default grew up to 2^24. `GradScaler` has no upper limit. <!-- tests/notebooks/test_13_from_apex.py -->
 #
-# Apex needs a GPU, so we use a toy version, which does the same in about a hundred lines of plain torch
-# ([`course/toy_apex.py`](course/toy_apex.py)).
+# We use a toy version of Apex in plain torch ([`course/toy_apex.py`](course/toy_apex.py)).
 #
 # ## What each level did, and what replaces it today
 #
 # We train one small network at each level with the toy Apex, and again with today's code
-# ([`course/apex_training.py`](course/apex_training.py)). The network contains batch normalization,
-# because the levels treated it differently. We multiply the loss by 12, so that the first loss scale is
-# too large and a few steps are skipped.
+# ([`course/apex_training.py`](course/apex_training.py)). We multiply the loss by 12, so that the first
+# loss scale is too large and a few steps are skipped.
 # %%
 from course.apex_training import (
     check_close,
@@ -135,9 +128,8 @@ from course.toy_apex import ToyApex
 batches = small_batches(device)
 
 # %% [markdown]
-# Now we train at each level, and with today's code in fp32 and under autocast. The table shows the dtype
-# of each kind of tensor. O3 trains for a single step, because its second loss is NaN. Before you run
-# this: O1 cast the inputs of functions. In which columns do you expect fp16 for O1?
+# The table shows the dtype of each kind of tensor. O3 trains for a single step, because its second loss
+# is NaN. Before you run this: in which columns do you expect fp16 for O1?
 
 
 # %%
@@ -157,14 +149,13 @@ assert table["O0"] == table["fp32 today"]
 
 # %% [markdown]
 # At O1 only the activations are fp16, and autocast has the same row. At O2 weights and gradients are
-# fp16, and Adam updates fp32 master weights. At O3 everything is fp16.
+# fp16, and Adam updates fp32 master weights.
 #
 # ### O0 and O1: fp32, and casts around ops
 #
 # Today O0 is a loop with autocast and scaler disabled. O1 is `torch.autocast` with
 # `dtype=torch.float16` and a `GradScaler`. We compare the losses of all steps. On a CPU the losses
-# must be equal to the last bit. A GPU may compute a sum in another order, so on a GPU we allow a
-# difference of 2^-9 (0.2 %): four rounding errors of fp16, of 2^-11 each.
+# must be equal to the last bit. On a GPU we allow a difference of 2^-9 (0.2 %).
 
 # %%
 SAME = 0 if device.type == "cpu" else 2**-9
@@ -173,11 +164,9 @@ check_close(runs["autocast"], runs["O1"], SAME)
 assert runs["O1"].scale == 2.0**13  # three steps skipped, in both
 
 # %% [markdown]
-# Both pairs agree: today's fp32 with O0, and autocast with O1. In O1 and autocast, three skipped steps
-# lowered the scale from 65536 to 8192.
+# Both pairs agree: today's fp32 with O0, and autocast with O1.
 #
-# Apex and autocast have different lists of ops. One difference matters for classifiers. Apex ran
-# `cross_entropy` in
+# One difference matters for classifiers. Apex ran `cross_entropy` in
 # [fp32](https://github.com/NVIDIA/apex/blob/e13873debc4699d39c6861074b9a3b2a02327f92/apex/amp/lists/functional_overrides.py).
 # Under autocast on CUDA, the log-softmax inside `cross_entropy` returns fp16 for fp16 logits ([notebook
 # 09](09_xray_your_model.ipynb)). So when you move a classifier from O1, write
@@ -198,15 +187,12 @@ assert runs["autocast"].losses != runs["O2"].losses
 #
 # ### O3: everything in fp16
 #
-# Today O3 is `model.half()` with an optimizer that updates the fp16 weights. Apex offered O3 for
-# ["establishing a performance
-# ceiling"](https://github.com/NVIDIA/apex/blob/e13873debc4699d39c6861074b9a3b2a02327f92/apex/amp/frontend.py).
-# O3 has two problems:
+# Today O3 is `model.half()` with an optimizer that updates the fp16 weights. O3 has two problems:
 #
 # - Small weight updates are rounded away ([notebook 16](16_low_precision_state.ipynb)).
-# - Adam divides by the root of an average of squared gradients, plus 1e-8. In fp16, both can become zero,
-#   and then Adam divides by zero. For a first gradient of 0.0005, the average is 0.001 times the square of
-#   the gradient. We check that this average and 1e-8 are zero in fp16:
+# - Adam divides by the root of an average of squared gradients, plus 1e-8. In fp16, both can become zero.
+#   For a first gradient of 0.0005, the average is 0.001 times the square of the gradient. We check that
+#   this average and 1e-8 are zero in fp16:
 
 # %%
 assert 0.001 * torch.tensor(5e-4).half() ** 2 == 0 == torch.tensor(1e-8).half()
@@ -227,12 +213,11 @@ assert losses[1] != losses[1]  # NaN
 # | O3 | 2 | 2 | | | 4 | 8 |
 #
 # O2 took the most memory: the master weights and their gradients cost more than fp16 saves on weights
-# and gradients. The table does not count the fp16 copies of weights that autocast makes.
+# and gradients.
 #
 # ## The loop, line by line
 #
-# Here is an Apex loop with gradient clipping. We write the loop as a string, because a tool will read
-# it below. We run it with the toy Apex:
+# Here is an Apex loop with gradient clipping. We run it with the toy Apex:
 
 # %%
 OLD_LOOP = """
@@ -270,8 +255,8 @@ ours, theirs = (parameters_to_vector(m.parameters()) for m in (model, old_model)
 torch.testing.assert_close(ours, theirs, rtol=SAME, atol=SAME)
 
 # %% [markdown]
-# Do not forget `unscale_`. Without `unscale_`, you clip gradients that are still scaled, and after the
-# scaler has divided them by the scale, they are almost zero ([notebook 07](07_training_recipes.ipynb)).
+# Do not forget `unscale_`. Without it, you clip gradients that are still scaled ([notebook
+# 07](07_training_recipes.ipynb)).
 #
 # Apex's options have replacements too:
 #
@@ -281,14 +266,11 @@ torch.testing.assert_close(ours, theirs, rtol=SAME, atol=SAME)
 # | `num_losses=2`, `loss_id=1` | one scaler for all losses; with several optimizers, a `step` for each, then one `update` |
 # | `loss_scale=128.0` | `init_scale=128.0`, and `scaler.update(128.0)` instead of `update()`; an overflow now skips the step (Apex did not skip it) |
 # | `min_loss_scale`, `max_loss_scale` | `scaler.update(float(limit))` after `update()` if `get_scale()` is beyond the limit |
-# | `keep_batchnorm_fp32` | not needed: weights and statistics of batch norm stay fp32 |
-# | `cast_model_outputs` | `.float()` on the output, after the autocast block |
-# | `cast_model_type=torch.bfloat16` | `dtype=torch.bfloat16`, and no scaler | <!-- tests/notebooks/test_13_from_apex.py -->
+# | `keep_batchnorm_fp32` | not needed: weights and statistics of batch norm stay fp32 | <!-- tests/notebooks/test_13_from_apex.py -->
 #
 # ## From torch.cuda.amp to torch.amp
 #
-# From 2020 to 2024, code used `torch.cuda.amp`. Its names still work in torch 2.15, with a deprecation
-# warning:
+# The names of `torch.cuda.amp` still work in torch 2.15, with a deprecation warning:
 
 # %%
 for old_name in (torch.cuda.amp.autocast, torch.cpu.amp.autocast, torch.cuda.amp.GradScaler):
@@ -301,9 +283,8 @@ for old_name in (torch.cuda.amp.autocast, torch.cpu.amp.autocast, torch.cuda.amp
 # There are two traps when you move to the new names.
 #
 # **The default dtype.** The old classes had a fixed default: fp16 for CUDA and bf16 for the CPU. <!-- tests/notebooks/test_13_from_apex.py --> The
-# new class takes the current autocast dtype, which an outer block may have changed. In the next cell,
-# an outer fp16 block contains three blocks: with the old name, with the new name, and with the new
-# name and a dtype. Which dtype will each of them have?
+# new class takes the current autocast dtype, which an outer block may have changed. Which dtype will
+# each of the three inner blocks have?
 
 # %%
 x = torch.ones(2, 2)
@@ -319,7 +300,7 @@ print(f"old {names[old]}, renamed {names[renamed]}, written out {names[written_o
 assert (old, renamed, written_out) == (bf16, fp16, bf16)
 
 # %% [markdown]
-# Inside this outer fp16 block, the renamed class computes in fp16 instead of bf16. So always pass `dtype`.
+# Inside the outer fp16 block, the renamed class computes in fp16 instead of bf16. So always pass `dtype`.
 #
 # **The order of arguments.** [The device now comes
 # first](https://docs.pytorch.org/docs/stable/amp.html), and `dtype` comes before `enabled`:
@@ -338,18 +319,14 @@ print(f"GradScaler(1024.0) has the scale {got.get_scale():.0f}")
 assert (asked.get_scale(), got.get_scale()) == (1024, 65536)
 
 # %% [markdown]
-# The scaler used 1024.0 as the device, and starts at the default scale of 65536. Pass these arguments by
-# keyword to avoid this mistake.
+# The scaler took 1024.0 as the device. Pass these arguments by keyword to avoid this mistake.
 #
 # ## Let a tool do it (optional)
 #
-# `amp-lab migrate PATH` rewrites old names of torch in files and notebooks, so that the new code
-# behaves like the old code. The tool also rewrites Apex names that have an exact equivalent in torch.
-# It reports what you have to change by hand, and mistakes that are certain from the code alone.
-# <!-- tests/migrate/test_apex.py, tests/migrate/test_magics.py, tests/migrate/test_files.py, tests/migrate/test_mistakes.py -->
+# `amp-lab migrate PATH` rewrites old names of torch in files and notebooks, and reports what you have to
+# change by hand. <!-- tests/migrate/test_files.py, tests/migrate/test_apex.py -->
 #
-# The following part of an old program runs in fp16 on a GPU and in bf16 on a CPU. It contains both
-# traps from above:
+# The following part of an old program contains both traps from above:
 
 # %%
 OLD_PROGRAM = """
@@ -364,8 +341,7 @@ for x, y in batches:
 """
 
 # %% [markdown]
-# The tool needs `libcst`, which comes with this project's environment. In its output, a minus marks the
-# old lines and a plus marks the new lines:
+# In the output, a minus marks the old lines and a plus marks the new lines:
 
 # %%
 if find_spec("libcst") is None:
@@ -382,9 +358,8 @@ else:
 # %% [markdown]
 # The tool has added each dtype and moved the scale to its new position.
 #
-# The tool cannot rewrite the Apex loop from above, because there is no single call that replaces
-# `amp.initialize` or `amp.scale_loss`. For these lines the tool prints what to write instead. With
-# `--mark` it also adds this advice to the file as comments:
+# The tool cannot rewrite the Apex loop from above. For three of its lines it prints what to write
+# instead. With `--mark` it also adds this advice to the file as comments:
 
 # %%
 if find_spec("libcst") is not None:
@@ -398,19 +373,16 @@ if find_spec("libcst") is not None:
 # ## Checkpoints that Apex wrote
 #
 # [Apex's manual](https://nvidia.github.io/apex/amp.html#checkpointing) asked for a checkpoint with the
-# states of model, optimizer and `amp`. The state of `amp` is an `OrderedDict` of the loss scalers. Many
-# checkpoints have these complications:
+# states of model, optimizer and `amp`. Checkpoints can have these complications:
 #
 # - names begin with `module.` if the model was wrapped for several GPUs;
 # - at O2 the weights are fp32 but hold fp16 values, because Apex's `state_dict` [cast the fp16 weights to
 #   fp32](https://github.com/NVIDIA/apex/blob/e13873debc4699d39c6861074b9a3b2a02327f92/apex/amp/_initialize.py);
-# - the master weights are missing, unless the program saved them. NVIDIA's BERT in
-#   [DeepLearningExamples](https://github.com/NVIDIA/DeepLearningExamples/blob/e5428044f7af25e02bfc719be9cbee4fe65943e5/PyTorch/LanguageModeling/BERT/run_pretraining.py)
-#   saved `list(amp.master_params(optimizer))` as `master params`, in the order of the optimizer's groups.
+# - the master weights are missing, unless the program saved them.
 #
 # Our reference run trains for eight steps, writes such a checkpoint, and trains for eight more steps.
-# We set the growth interval to 6 instead of 2000. So the scale grows during the run, and the run
-# resumes correctly only if the counter of good steps is restored.
+# With a growth interval of 6, the run resumes correctly only if the counter of good steps is restored.
+# <!-- tests/notebooks/test_13_from_apex.py -->
 
 # %%
 from course.apex_training import Run, today_step, train_and_save
@@ -421,12 +393,8 @@ INTERVAL = 6
 whole = train_and_save("O1", batches, new_model(device), PATH, INTERVAL)
 
 # %% [markdown]
-# The file contains only tensors, numbers, lists and dictionaries. So we can read it with
-# `weights_only=True`, which [is meant to run no code from the
-# file](https://docs.pytorch.org/docs/stable/notes/serialization.html).
-#
-# We have to translate the scaler's state. Apex's `unskipped`, the number of good steps in a row, is today's
-# `_growth_tracker`.
+# We read the file with `weights_only=True`, and translate the scaler's state. Apex's `unskipped`, the
+# number of good steps in a row, is today's `_growth_tracker`.
 
 
 # %%
@@ -447,9 +415,7 @@ print(dict(state))
 assert scaler_state(state).keys() == torch.amp.GradScaler("cpu").state_dict().keys()
 
 # %% [markdown]
-# Now we resume. `load_state_dict` copies the values *into* the model's fp32 parameters, which stay
-# fp32. The optimizer's state needs no change: its entries are numbered in the order of the parameters,
-# and were fp32 at O1 and O2.
+# Now we resume. The optimizer's state needs no change:
 
 
 # %%
@@ -474,8 +440,8 @@ def resume(use_masters=False):
 check_close(resume(), whole, SAME)
 
 # %% [markdown]
-# The run at O1 resumes exactly. At O2 the weights in the file have been rounded to fp16. We resume
-# once with these weights, and once with the master weights. How close will each resumed run be?
+# The run at O1 resumes exactly. At O2 we resume once with the weights in the file, and once with the
+# master weights. How close will each resumed run be?
 
 # %%
 whole = train_and_save("O2", batches, new_model(device), PATH, INTERVAL)
@@ -485,25 +451,19 @@ check_close(resume(use_masters=True), whole, SAME)
 folder.cleanup()
 
 # %% [markdown]
-# Without the master weights, the losses are close but not equal, because the file lacks the bits beyond
-# fp16. With the master weights from the file, the run resumes exactly.
+# Without the master weights, the losses are close but not equal. With the master weights from the file,
+# the run resumes exactly.
 #
 # ## Summary
 #
-# - O1 is autocast with `GradScaler`. Our losses were equal to the last bit. The lists of ops differ
-#   for cross-entropy, so pass `logits.float()`.
-# - O2 is close to O1, but stores the weights twice. With Adam it takes 20 bytes per parameter;
-#   autocast takes 16.
+# - O1 is autocast with `GradScaler`. For cross-entropy, pass `logits.float()`.
+# - O2 stores the weights twice. With Adam it takes 20 bytes per parameter; autocast takes 16.
 # - O3 is `model.half()`. It loses small updates, and our second loss was NaN.
 # - In the loop, `scale_loss` becomes `scale(loss).backward()`, and `optimizer.step()` becomes
-#   `scaler.step(optimizer)`. At the end of its block, Apex unscaled the gradients and updated the scale
-#   for you. Now call `unscale_` before you clip, and `update` after the step.
+#   `scaler.step(optimizer)`. Call `unscale_` before you clip, and `update` after the step.
 # - When you move from `torch.cuda.amp`, always pass the dtype, and pass the device as the first argument.
-#   `amp-lab migrate` does both for you.
-# - An Apex checkpoint stores the loss scale under other names. At O2 it often has no master weights.
-#   With them, our run resumed exactly.
-#
-# Next, [notebook 14](14_ten_practices.ipynb) reviews ten common practices.
+# - An Apex checkpoint stores the loss scale under other names. With its master weights, our run at O2
+#   resumed exactly.
 #
 # ## Exercises
 #
@@ -598,8 +558,6 @@ exercises.check_limits(update_within)
 #         scaler.update(wanted)
 # ```
 #
-# On a GPU `get_scale` [waits for the device](https://docs.pytorch.org/docs/stable/amp.html#torch.amp.GradScaler.get_scale), so limits cost some time in each step.
-#
 # </details>
 #
 # ### 4. Two losses, two optimizers
@@ -633,9 +591,6 @@ exercises.check_two_optimizers(step_of_both)
 #         scaler.step(optimizer)
 #     scaler.update()
 # ```
-#
-# If you call `update` after each `step`, the second step may divide its gradients by a new scale,
-# although they were multiplied by the old scale.
 #
 # </details>
 #

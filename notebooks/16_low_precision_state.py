@@ -9,15 +9,14 @@
 # %% [markdown]
 # # Keep weights and optimizer state below 32 bits
 #
-# **What you'll do.** Train with weights in bf16, see that many of them never change, and fix that in
-# three ways. Store Adam's state in eight and four bits. Count the bytes of a parameter.
+# **What you'll do.** Train with weights in bf16, see that small updates are lost, and fix that in three
+# ways. Store Adam's state in eight and four bits. Count the bytes of a parameter.
 #
 # **What you'll learn.**
 # - why small updates of a bf16 weight are lost, and how stochastic rounding, Kahan summation and fp32
 #   master weights keep them;
 # - why a zero in Adam's second moment is dangerous;
-# - how many bytes a parameter takes in each setup, and the names of the setups in FSDP2, DeepSpeed,
-#   torchtitan and torchao.
+# - how many bytes a parameter takes in each setup.
 #
 # **What you need.** [Notebook 01](01_number_formats.ipynb) for bf16, and [notebook
 # 15](15_below_16_bits.ipynb) for blocks of values that share a scale. You need no GPU.
@@ -56,8 +55,7 @@ assert weight == 1
 # The weight has not changed at all. The next bf16 number above 1 is 1.0078. Each update is less than half
 # of the distance to this number, so each sum is rounded back to 1.
 #
-# This is why AMP keeps the weights in fp32 and casts copies of them. But fp32 weights cost memory: with
-# their gradients and Adam's two moments, they take 16 bytes for each parameter.
+# This is why AMP keeps the weights in fp32 and casts copies of them.
 #
 # ## Bytes per parameter
 #
@@ -67,8 +65,6 @@ assert weight == 1
 # %%
 SETUPS = {
     "fp32, or AMP": (torch.float32, "adamw"),
-    "fp32, Muon": (torch.float32, "muon"),
-    "fp32, Adafactor": (torch.float32, "adafactor"),
     "fp32, 8-bit AdamW": (torch.float32, "adamw-8bit"),
     "bf16": (torch.bfloat16, "adamw"),
     "bf16, 8-bit AdamW": (torch.bfloat16, "adamw-8bit"),
@@ -99,24 +95,15 @@ _ = figures.bytes_per_parameter(held)
 assert sum(held["fp32, or AMP"].values()) == 16
 assert sum(held["bf16"].values()) == 8
 assert 6 < sum(held["bf16, 8-bit AdamW"].values()) < 6.1
-assert held["fp32, Adafactor"]["state"] < 0.01
 
 # %% [markdown]
-# The figure splits these bytes into weight, gradient and optimizer state. For example, two of PyTorch's
-# optimizers keep less state than AdamW:
-# [Adafactor](https://docs.pytorch.org/docs/stable/generated/torch.optim.Adafactor.html) stores one value
-# for each row and one for each column of a matrix, and
-# [Muon](https://docs.pytorch.org/docs/stable/generated/torch.optim.Muon.html) stores one moment instead of
-# two.
-#
-# Does a model learn as well with fewer bytes? We first test weights in bf16, then an optimizer state
-# in fewer bits.
+# The figure splits these bytes into weight, gradient and optimizer state. Does a model learn as well
+# with fewer bytes? We first test weights in bf16, then an optimizer state in fewer bits.
 #
 # ## Weights in bf16
 #
 # We write our own Adam, so that we can change two things: how an update is added to a weight, and how
-# the state (Adam's two moments) is stored. Our Adam computes in fp32. In this section it also stores
-# its moments in fp32.
+# the state (Adam's two moments) is stored. In this section both moments are in fp32.
 
 
 # %%
@@ -150,16 +137,14 @@ class Adam:
 # <!-- code -->
 #
 # - [**Stochastic rounding**](https://arxiv.org/abs/2010.06192) rounds up or down at random. A sum that
-#   lies three tenths of the way to the next number is rounded up in three cases out of ten. On
-#   average, the result is exact.
+#   lies three tenths of the way to the next number is rounded up in three cases out of ten.
 # - **Kahan summation** keeps a second bf16 number for each weight. This number stores the error of the last
 #   rounding. The next step adds it to the update.
 # - **fp32 masters** are a copy of the weights in fp32. The optimizer updates this copy, then casts it
 #   to bf16.
 #
-# The code of `stochastic` uses that a bf16 number is the upper half of the bits of an fp32 number. It adds
-# 16 random bits to the lower half, so a larger lower half carries more often into the upper half. Each
-# carry rounds up. Then the code sets the lower half to zero. <!-- code -->
+# A bf16 number is the upper half of the bits of an fp32 number. `stochastic` adds 16 random bits to the
+# lower half, and then sets the lower half to zero. <!-- code -->
 
 
 # %%
@@ -200,24 +185,8 @@ class Kahan:
 
 
 # %% [markdown]
-# We repeat the first experiment in all four ways. We use a thousand copies of the weight, because
-# stochastic rounding is random:
-
-# %%
-torch.manual_seed(0)
-for add in (nearest, stochastic, Kahan(), Masters()):
-    weights = torch.ones(1000, dtype=torch.bfloat16, device=device)
-    for _ in range(1000):
-        add(weights, torch.full_like(weights, 0.001, dtype=torch.float32))
-    name = getattr(add, "__name__", type(add).__name__)
-    print(f"{name:<11} weights of {weights.float().mean().item():.3f} on average")
-    assert abs(weights.float().mean() - (1 if add is nearest else 2)) < 0.02
-
-# %% [markdown]
-# With rounding to nearest, the weight stays at 1. The other three ways reach about 2.
-#
-# Now we train a network on scikit-learn's handwritten digits in each of these ways. The learning rate is
-# small, as in fine-tuning or at the end of a schedule.
+# Now we train a network on scikit-learn's handwritten digits in each of these ways, with a small
+# learning rate.
 
 
 # %%
@@ -295,20 +264,8 @@ for cured in ("bf16, stochastic", "bf16, Kahan", "bf16, masters"):
 # to nearest, the network with bf16 weights learns far more slowly than in fp32. With the three other ways
 # it learns as fast as in fp32.
 #
-# AMP has fp32 masters too: the model's weights are the masters, and autocast casts them. Each library
-# has its own names for these setups:
-#
-# | | fp32 masters, matmuls in bf16 | everything in bf16 | dtype of the all-reduce of gradients |
-# |---|---|---|---|
-# | PyTorch | `torch.autocast` | `model.bfloat16()` | the gradients' dtype ([DDP](11_scale_out.ipynb)) |
-# | FSDP2 | `MixedPrecisionPolicy(param_dtype=bf16)` | a model in bf16 | [`reduce_dtype`](https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html) (set it: the default depends on the torch version) |
-# | DeepSpeed with ZeRO | `"bf16": {"enabled": true}` | `"bf16": {"enabled": true, "bf16_master_weights_and_grads": true, "bf16_optimizer_states": true}` ([settings](https://www.deepspeed.ai/docs/config-json/)) | `communication_data_type` |
-# | torchtitan ([settings](https://github.com/pytorch/torchtitan/tree/main/torchtitan/config)) | `training.mixed_precision_param` | `training.dtype` | `training.mixed_precision_reduce` |
-#
-# torchao's low-bit optimizers [round
-# stochastically](https://github.com/pytorch/ao/tree/main/torchao/optim) with
-# `bf16_stochastic_round=True`. PyTorch's own AdamW rounds to nearest. So if you convert a model with
-# `.bfloat16()` and use PyTorch's AdamW, the weights may never change:
+# AMP has fp32 masters too: the model's weights are the masters, and autocast casts them. PyTorch's own
+# AdamW rounds to nearest. So if you convert a model with `.bfloat16()`, the weights may never change:
 
 # %%
 weight = torch.ones(8, dtype=bf16, device=device, requires_grad=True)
@@ -319,9 +276,8 @@ assert (weight == 1).all()  # below 1 the spacing of bf16 is 2^-8; 0.001 is less
 # %% [markdown]
 # ## Accumulate gradients in fp32 (optional)
 #
-# A sum of gradients loses small values in the same way as a weight. The gradients of bf16 weights are
-# in bf16, and their sum over micro-batches is in bf16 too. We sum the gradients of micro-batches of
-# eight images, in fp32 and in bf16:
+# A sum of gradients loses small values in the same way as a weight. We sum the gradients of
+# micro-batches of eight images, in fp32 and in bf16:
 
 # %% tags=["nbval-ignore-output"]
 torch.manual_seed(0)
@@ -339,21 +295,15 @@ for count in (1, 8, 64, 224):
 assert off[1] < 2**-8 < off[64] < off[224]
 
 # %% [markdown]
-# The larger the sum, the more of each new gradient is lost. For many micro-batches, sum in fp32:
-#
-# - DeepSpeed: [`"data_types": {"grad_accum_dtype": "fp32"}`](https://www.deepspeed.ai/docs/config-json/)
-# - FSDP2:
-#   [`reduce_dtype=torch.float32`](https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html),
-#   for the sum over ranks, and over micro-batches if you synchronise only after the last one.
+# The larger the sum, the more of each new gradient is lost. For many micro-batches, sum in fp32. In
+# DeepSpeed, set [`"data_types": {"grad_accum_dtype":
+# "fp32"}`](https://www.deepspeed.ai/docs/config-json/).
 #
 # ## State in fewer bits
 #
 # Adam's state has two moments: a moving average of the gradients (the *mean*) and a moving average of
-# their squares (the *second moment*). Adam divides the mean by the root of the second moment.
-#
-# In bf16 the second moment has the same problem as the weights. If the gradient is 0, the second moment
-# should shrink by 0.1 % in each step. This change is less than half of the distance between two bf16
-# numbers:
+# their squares (the *second moment*). In bf16 the second moment has the same problem as the weights. If
+# the gradient is 0, the second moment should shrink by 0.1 % in each step:
 
 # %%
 square = torch.tensor(1.0, dtype=torch.bfloat16)
@@ -365,20 +315,15 @@ assert square == 1
 # %% [markdown]
 # The second moment does not shrink, so the steps after a large gradient stay too small.
 #
-# With a scale for each block of values, even eight bits can be enough. The largest value of a block
-# sets the scale, which is in fp32. So the scale can shrink by 0.1 %, and all values of the block
-# shrink with it.
+# With a scale for each block of values, even eight bits can be enough. The scale is in fp32, so it can
+# shrink by 0.1 %, and all values of the block shrink with it.
 #
 # We use blocks of 256 values (128 in four bits), as [torchao
-# does](https://github.com/pytorch/ao/blob/main/torchao/optim/adam.py), and compare three formats:
+# does](https://github.com/pytorch/ao/blob/main/torchao/optim/adam.py), and compare two formats:
 #
 # - *INT8*: evenly spaced numbers from -127 to 127;
-# - *E4M3*: numbers that lie closer together near zero;
-# - *no zero*: evenly spaced numbers that begin above zero. In eight bits these are 1/256, 2/256 and so on
-#   up to 256/256 of the block's largest value. This format is only for the squares, which are never
-#   negative. The mean is stored in INT8, or in E2M1 if the squares have four bits.
-#
-# In each step, Adam computes with the new moments in fp32, and then rounds them for the next step.
+# - *no zero*: evenly spaced numbers that begin above zero. This format is only for the squares. The mean
+#   is stored in INT8, or in E2M1 if the squares have four bits.
 
 
 # %%
@@ -407,22 +352,21 @@ def without_zero(bits):
 
 
 # %% [markdown]
-# We train with the state in each format. Before you run this: which format fails, and how?
+# We train with the state in fp32 and in each format:
 
 # %%
 int8 = in_blocks(Format("int8 in blocks", ELEMENTS["int8"], (1, 256)))
-e4m3 = in_blocks(Format("e4m3 in blocks", ELEMENTS["e4m3"], (1, 256)))
 e2m1 = in_blocks(Format("e2m1 in blocks", ELEMENTS["e2m1"], (1, 128)))
 STATES = {
     "fp32": (as_it_is, as_it_is),
     "INT8": (int8, int8),
-    "E4M3": (e4m3, e4m3),
     "INT8, no zero": (int8, without_zero(8)),
     "4 bits, no zero": (e2m1, without_zero(4)),
 }
 
 # %% [markdown]
-# Each row counts the seeds whose loss stays finite, and gives the mean loss at the end:
+# Each row counts the seeds whose loss stays finite, and gives the mean loss at the end. Before you run
+# this: which format fails, and how?
 
 # %% tags=["nbval-ignore-output"]
 learned = {}
@@ -439,8 +383,7 @@ for name in ("INT8, no zero", "4 bits, no zero"):
 
 # %% [markdown]
 # With INT8 the loss becomes NaN. With the other formats the loss ends near that of fp32, even with
-# four bits: the differences are about as large as the range over seeds. Why does INT8 fail? We count
-# the squares that each format stores as zero:
+# four bits. Why does INT8 fail? We count the squares that each format stores as zero:
 
 # %% tags=["nbval-ignore-output"]
 torch.manual_seed(0)
@@ -449,24 +392,18 @@ loss = F.cross_entropy(model(images[:128]), labels[:128])
 (grad,) = torch.autograd.grad(loss, [model[2].weight])
 square = grad**2
 zeros = {}
-for name, store in (("INT8", int8), ("E4M3", e4m3), ("INT8, no zero", without_zero(8))):
+for name, store in (("INT8", int8), ("INT8, no zero", without_zero(8))):
     zeros[name] = ((store(square) == 0) & (square > 0)).float().mean().item()
     print(f"{name:<14} {zeros[name]:.1%} of the squares become 0")
-assert zeros["INT8"] > 0.1 > zeros["E4M3"] >= zeros["INT8, no zero"] == 0
+assert zeros["INT8"] > 0.1 > zeros["INT8, no zero"] == 0
 
 # %% [markdown]
-# INT8 stores a large share of the squares as 0. Suppose that all gradients of a weight have the size
-# g, so Adam should divide by g. With a stored square of 0, the next second moment is only `0.001 * g**2`.
-# Adam divides by its root, about `0.03 * g`, so the update is about 30 times too large. If the next gradient
-# is 0, Adam divides by epsilon alone, and the update can become huge.
+# INT8 stores a large share of the squares as 0. If a stored square is 0 and the next gradient is 0 too,
+# Adam divides the mean by epsilon alone, and the update can become huge. The format without a zero
+# stores a small square as its smallest number.
 #
-# E4M3 covers over five orders of magnitude, so it rounds far fewer squares to zero. The format without
-# a zero stores a small square as its smallest number. This number is too large, so the update is too
-# small, which does less harm.
-#
-# torchao's optimizers use
-# [formats](https://github.com/pytorch/ao/blob/main/torchao/optim/quant_utils.py) in which few or no
-# squares become zero. In your own code, replace only the optimizer. For weights in bf16, set
+# [torchao's optimizers](https://github.com/pytorch/ao/tree/main/torchao/optim) store the state in few
+# bits. In your own code, replace only the optimizer. For weights in bf16, set
 # `bf16_stochastic_round=True`:
 #
 # ```python
@@ -478,15 +415,11 @@ assert zeros["INT8"] > 0.1 > zeros["E4M3"] >= zeros["INT8, no zero"] == 0
 # ## Summary
 #
 # - With rounding to nearest, a bf16 weight does not change if the update is less than half of the
-#   distance to the next number. At a small learning rate many weights never change.
+#   distance to the next number.
 # - Stochastic rounding, Kahan summation (2 more bytes) and fp32 masters (4 more bytes) each fixed this
 #   problem here.
-# - For Adam's state, eight bits or even four were enough here, as long as few squares became zero.
-# - With AdamW a parameter takes 16 bytes in fp32, 8 in bf16, and about 6 in bf16 with 8-bit state. For
-#   your model, call `forecast_memory(…, optimizer="adamw-8bit")`, or run `amp-lab memory --optimizer
-#   adamw-8bit`.
-#
-# [Notebook 11](11_scale_out.ipynb) divides weights, gradients and state among several devices.
+# - For Adam's state, eight bits or even four were enough here, as long as no square became zero.
+# - With AdamW a parameter takes 16 bytes in fp32, 8 in bf16, and about 6 in bf16 with 8-bit state.
 #
 # ## Exercises
 #
@@ -580,8 +513,6 @@ exercises.check_bytes(bytes_each)
 # bytes_each = 2 + 2 + 2 + 2 * (1 + 4 / 256)
 # ```
 #
-# That is about 8 bytes, half of what fp32 takes.
-#
 # </details>
 #
 # ### 4. Store squares without a zero
@@ -622,5 +553,4 @@ exercises.check_store_squares(store_squares)
 #   Quantization](https://arxiv.org/abs/2110.02861), 2021.
 # - B. Li et al., [Memory Efficient Optimizers with 4-bit
 #   States](https://arxiv.org/abs/2309.01507), 2023: why zero is a problem.
-# - N. Shazeer, M. Stern, [Adafactor](https://arxiv.org/abs/1804.04235), 2018.
 # - [torchao's optimizers](https://github.com/pytorch/ao/tree/main/torchao/optim).
