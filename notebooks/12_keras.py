@@ -9,8 +9,8 @@
 # %% [markdown]
 # # Train with dtype policies in Keras, on PyTorch and on TensorFlow
 #
-# **What you'll do.** Train MobileNetV2 with Keras 3 under the policies `float32`, `mixed_bfloat16` and
-# `mixed_float16`, on the torch and TensorFlow backends. Write a training step with a loss scale for both.
+# **What you'll do.** Set the policies `float32`, `mixed_bfloat16` and `mixed_float16` in Keras 3. Write a
+# training step with a loss scale for the torch and TensorFlow backends.
 #
 # **What you'll learn.**
 # - which two dtypes a policy names, and how to set a policy globally or for one layer;
@@ -21,10 +21,8 @@
 #
 # **What you need.** [Notebook 02](02_autocast_dtypes.ipynb) for autocast, and [notebook
 # 03](03_grad_scaler_step_by_step.ipynb) for the scaler. `pdm run sync --with tensorflow` installs
-# TensorFlow for the CPU. (TensorFlow 2.21 [does not support Python
-# 3.14](https://pypi.org/project/tensorflow/2.21.0/).) Without TensorFlow, this
-# notebook runs only on torch. <!-- tests/course/test_processes.py -->
-# <!-- tests/tools/test_sync.py -->
+# TensorFlow for the CPU. Without TensorFlow, this notebook runs only on torch.
+# <!-- tests/course/test_processes.py, tests/tools/test_sync.py -->
 
 # %% [markdown]
 # You select the Keras backend with an environment variable [before you import
@@ -76,8 +74,7 @@ print(f"weights {dense.kernel.dtype}, output {dtype_of(result)}")
 assert (dense.kernel.dtype, dtype_of(result)) == ("float32", "float16")
 
 # %% [markdown]
-# The layer computes in float16 and keeps its weights in float32. In PyTorch, an autocast block sets the
-# dtypes ([notebook 02](02_autocast_dtypes.ipynb)). In Keras, each layer has its own dtypes.
+# The layer computes in float16 and keeps its weights in float32.
 #
 # ## A policy names two dtypes
 #
@@ -92,8 +89,8 @@ for name in POLICIES:
     assert (policy.variable_dtype == "float32") == (name == "float32" or name.startswith("mixed"))
 
 # %% [markdown]
-# With a mixed policy, the optimizer updates float32 master weights. The last two policies have no
-# float32 weights, so they lose small updates ([notebook 01](01_number_formats.ipynb)).
+# The last two policies have no float32 weights, so they lose small updates ([notebook
+# 01](01_number_formats.ipynb)).
 #
 # `set_dtype_policy` sets the policy of all layers that you create afterwards. `dtype=` sets the policy
 # of one layer:
@@ -119,12 +116,10 @@ assert layers.Dense(3).compute_dtype == "float16"
 #
 # Autocast chooses a dtype for each op. [On
 # CUDA](https://docs.pytorch.org/docs/stable/amp.html#cuda-op-specific-behavior) it runs a matrix
-# multiplication in float16 and a sum in float32. A policy applies to a whole layer, including all ops
-# in its `call`.
+# multiplication in float16 and a sum in float32. A policy applies to a whole layer.
 #
-# Some of Keras's own layers use float32 where float16 would overflow. For example, batch normalization
-# computes its squares in float32. But under `mixed_float16`, a layer that you write computes in float16.
-# The layer below overflows unless you set its dtype to float32:
+# Under `mixed_float16`, Keras's batch normalization computes its squares in float32. But the layer below
+# overflows unless you set its dtype to float32:
 
 
 # %%
@@ -146,8 +141,7 @@ assert ops.all(ops.isinf(Energy()(far)))
 assert ops.all(ops.isfinite(Energy(dtype="float32")(far)))
 
 # %% [markdown]
-# In float16 the sums are infinite. In float32 they are in the millions. Autocast on CUDA would compute
-# both ops in float32 ([notebook 02](02_autocast_dtypes.ipynb)).
+# In float16 the sums are infinite. In float32 they are in the millions.
 #
 # ## Keep the last layer in float32
 #
@@ -182,9 +176,8 @@ assert off["wrong"] > 1.8
 #
 # ## When compile adds a loss scale
 #
-# float16 usually needs a loss scale. So `compile` wraps the optimizer in a `LossScaleOptimizer` if the
-# *model's* policy is `mixed_float16`. bfloat16 needs no loss scale, because it has the range of
-# float32. We compile a small model under three policies:
+# `compile` wraps the optimizer in a `LossScaleOptimizer` if the *model's* policy is `mixed_float16`. We
+# compile a small model under three policies:
 
 
 # %%
@@ -209,7 +202,6 @@ for name in POLICIES[:3]:
 # %% [markdown]
 # With `auto_scale_loss=False` you train without a loss scale on purpose. You can also lose the loss
 # scale by accident: if you set the policy only on the layers, the model still has the global policy.
-# We show both cases:
 
 # %%
 print("on purpose:", optimizer_of(new_head(), auto_scale_loss=False))
@@ -235,88 +227,11 @@ assert torch.amp.GradScaler("cpu").get_growth_interval() == by_layer.optimizer.d
 # To clip gradients, set `clipnorm` on the inner (wrapped) optimizer. The inner optimizer receives gradients
 # that are already divided by the scale, so you need no `unscale_`. <!-- tests/notebooks/test_12_keras.py -->
 #
-# ## Fit
-#
-# Now we train MobileNetV2 on handwritten digits, enlarged to 32x32 pixels, with the channels last. At the
-# quick scale, the network has about a third of the channels and only the first six blocks.
-
-# %%
-config = {
-    "quick": {"alpha": 0.35, "last": "block_5_add", "images": 256, "batch": 32, "epochs": 5},
-    "full": {"alpha": 1.0, "last": "out_relu", "images": 1438, "batch": 32, "epochs": 10},
-}[scale]
-digits = load_dataset("digits", image_size=32, augment=False)
-images, labels = digits.train.batch(range(config["images"]))
-images = images.permute(0, 2, 3, 1).contiguous()  # (N, 32, 32, 3)
-print(tuple(images.shape), images.dtype)
-assert images.shape[1:] == (32, 32, 3)
-
-
-# %% [markdown]
-# We replace the network's last layer with one in float32:
-
-
-# %%
-def new_mobilenet(alpha, last):
-    """MobileNetV2 up to the layer `last`: images (B, 32, 32, 3) to float32 logits (B, 10)."""
-    body = keras.applications.MobileNetV2(
-        input_shape=(32, 32, 3), alpha=alpha, weights=None, include_top=False
-    )
-    pooled = layers.GlobalAveragePooling2D()(body.get_layer(last).output)
-    return keras.Model(body.input, layers.Dense(10, dtype="float32")(pooled))
-
-
-# %% [markdown]
-# The next function calls `fit` once for each policy. Each call starts from the same weights and uses
-# the same images in the same order:
-
-
-# %%
-def fit_in(policies, images, labels, config):
-    """For each policy: loss and accuracy of each epoch, number of steps, name of the optimizer."""
-    found = {}
-    for policy in policies:
-        keras.config.set_dtype_policy(policy)
-        keras.utils.set_random_seed(0)  # the same weights for each policy
-        model = new_mobilenet(config["alpha"], config["last"])
-        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        model.compile(keras.optimizers.Adam(1e-3), loss, metrics=["accuracy"])
-        data = images.numpy(), labels.numpy(), config["batch"], config["epochs"]
-        history = model.fit(*data, shuffle=False, verbose=0).history
-        found[policy] = {**history, "steps": int(model.optimizer.iterations)}
-        found[policy]["optimizer"] = type(model.optimizer).__name__
-    return found
-
-
-# %% [markdown]
-# `run_on_backends` starts a process for each backend, sends it the source of these functions, and
-# returns the results of `fit_in`: <!-- tests/course/test_processes.py -->
-
-# %% tags=["nbval-ignore-output"]
-given = {"policies": POLICIES[:3], "images": images, "labels": labels, "config": config}
-fitted = run_on_backends(fit_in, new_mobilenet, device=device, timeout_s=3600, **given)
-for backend, policies in fitted.items():
-    full = policies["float32"]
-    for name, found in policies.items():
-        fall = (found["loss"][0] - found["loss"][-1]) / (full["loss"][0] - full["loss"][-1])
-        print(f"{backend:<11}{name:<15} {found['steps']} of {full['steps']} steps, ", end="")
-        print(f"{fall:.0%} of float32's loss drop, training accuracy {found['accuracy'][-1]:.0%}")
-        assert fall > 0.85
-        assert found["accuracy"][-1] > 0.8
-        assert (found["optimizer"] == "LossScaleOptimizer") == (name == "mixed_float16")
-        assert found["steps"] == full["steps"] or name == "mixed_float16"
-        assert found["steps"] > 0.8 * full["steps"]
-
-# %% [markdown]
-# Each row shows the number of steps that changed the weights, and how far the loss fell. The loss drop of
-# float32 is 100 %, so a row above 100 % fell farther. With `mixed_float16` some steps may be skipped,
-# because the loss scale starts too high. On both backends the three policies learn alike.
-#
 # ## Write the step
 #
 # In a custom `train_step`, you multiply the loss by the scale, compute the gradients of the *scaled*
 # loss, and pass them to `apply`. If `apply` finds inf or NaN, it skips the step. Otherwise it divides
-# the gradients by the scale and updates the weights. In torch:
+# the gradients by the scale and updates the weights. On torch:
 
 
 # %%
@@ -332,7 +247,7 @@ def step_with_torch(self, data):
 
 
 # %% [markdown]
-# In TensorFlow, scale the loss inside the `GradientTape` block:
+# On TensorFlow, scale the loss inside the `GradientTape` block:
 
 
 # %%
@@ -397,7 +312,9 @@ def train_net(x, y, steps, scale, growth):
 
 
 # %% [markdown]
-# We train the network on both backends, and print the loss scale before the first step and after each step:
+# `run_on_backends` starts a process for each backend, sends it the source of these functions, and returns
+# what `train_net` returns. We print the loss scale before the first step and after each step:
+# <!-- tests/course/test_processes.py -->
 
 # %% tags=["nbval-ignore-output"]
 small = load_dataset("digits", image_size=8, augment=False)
@@ -422,10 +339,8 @@ for backend, record in trained.items():
 # %% [markdown]
 # The scale halves from 2^24 down to 2^16, where the gradients no longer overflow. Then it doubles
 # after every five good steps. Each halving means a skipped step, and `iterations` does not count
-# skipped steps. A learning-rate schedule [reads
-# `iterations`](https://github.com/keras-team/keras/blob/master/keras/src/optimizers/base_optimizer.py),
-# so the schedule does not count skipped steps either. `model.save` stores the scale, so a loaded model
-# continues with the saved scale. <!-- tests/notebooks/test_12_keras.py -->
+# skipped steps. `model.save` stores the scale, so a loaded model continues with the saved scale.
+# <!-- tests/notebooks/test_12_keras.py -->
 #
 # ## A mistake in a custom step
 #
@@ -446,9 +361,8 @@ for kind, rate in ((keras.optimizers.SGD, 1.0), (keras.optimizers.Adam, 0.1)):
     assert abs(ratio / 2.0**15 - 1) < 0.01 if kind is keras.optimizers.SGD else 1 < ratio < 2
 
 # %% [markdown]
-# With SGD, the step without scaling is 2¹⁵ times too short. Adam divides by the size of the gradient,
-# which hides most of the mistake. But here the gradient becomes so small that Adam's epsilon matters:
-# the weight moves by 0.08 instead of 0.1.
+# With SGD, the step without scaling is 2¹⁵ times too short. With Adam it is only slightly too short:
+# 0.08 instead of 0.1.
 #
 # ## The names of TensorFlow 2.x (optional)
 #
@@ -464,8 +378,6 @@ for kind, rate in ((keras.optimizers.SGD, 1.0), (keras.optimizers.Adam, 0.1)):
 # | `LossScaleOptimizer(optimizer, dynamic=False, initial_scale=128)` | [`optimizer.loss_scale_factor = 128`](https://keras.io/api/optimizers/adam/), and [`compile(…, auto_scale_loss=False)`](https://keras.io/api/models/model_training_apis/) |
 # | `optimizer.get_scaled_loss(loss)` | `optimizer.scale_loss(loss)` |
 # | `optimizer.get_unscaled_gradients(g)`, then `apply_gradients(zip(g, w))` | `optimizer.apply(g, w)`, which divides |
-# | `optimizer.loss_scale` | `optimizer.dynamic_scale`, after the optimizer is built |
-# | `tf.train.experimental.enable_mixed_precision_graph_rewrite(optimizer)` | [set a policy](https://www.tensorflow.org/versions/r2.5/api_docs/python/tf/train/experimental/enable_mixed_precision_graph_rewrite) |
 #
 # The next cell checks some rows ([the names of
 # 2.x](https://www.tensorflow.org/versions/r2.5/api_docs/python/tf/keras/mixed_precision/LossScaleOptimizer)):
@@ -489,16 +401,12 @@ for wrong in ({"dynamic": False}, {"loss_scale": "dynamic"}):
 #
 # - A policy names the dtype in which a layer computes and the dtype of its weights. Mixed policies keep
 #   float32 weights. You set a policy for all new layers or for one layer.
-# - A policy applies to a whole layer, while autocast chooses a dtype for each op. A custom layer that
-#   sums or squares may need `dtype="float32"`.
+# - A policy applies to a whole layer, while autocast chooses a dtype for each op.
 # - Keep the last layer in float32, without an activation, and use a loss with `from_logits=True`.
 # - `compile` adds a loss scale if the model's policy is `mixed_float16`. If only the layers have
 #   that policy, wrap the optimizer yourself.
 # - In a custom step, `scale_loss` multiplies the loss. `apply` divides the gradients or skips the step.
-#   Do not divide by hand. Set clipping on the inner optimizer.
-# - `model.save` stores the loss scale.
-#
-# Next, [notebook 13](13_from_apex.ipynb) moves old Apex scripts to `torch.amp`.
+#   Do not divide by hand.
 #
 # ## Exercises
 #
@@ -533,8 +441,6 @@ exercises.check_variable_bytes(sizes)
 # sizes = (4000, 2000)
 # ```
 #
-# A mixed policy keeps the weights in float32. It saves memory in the activations.
-#
 # </details>
 #
 # ### 2. Divided once too often
@@ -559,8 +465,6 @@ exercises.check_step_length(step_length)
 # ```python
 # step_length = 0.5 / 1024
 # ```
-#
-# Pass the gradients of the scaled loss to `apply` unchanged.
 #
 # </details>
 #
@@ -590,8 +494,6 @@ exercises.check_last_layer(last_layer)
 # def last_layer():
 #     return layers.Dense(10, dtype="float32")
 # ```
-#
-# A softmax would return probabilities, and on torch the loss would apply a second softmax to them.
 #
 # </details>
 #
@@ -626,9 +528,6 @@ exercises.check_compiled(compile_scaled)
 #     return model
 # ```
 #
-# `auto_scale_loss=True` is the default. It does not help here, because it looks only at the policy of the
-# model, which is `float32`.
-#
 # </details>
 #
 # ## Further reading
@@ -637,6 +536,4 @@ exercises.check_compiled(compile_scaled)
 # - Keras, [Writing a custom training loop in
 #   PyTorch](https://keras.io/guides/custom_train_step_in_torch/) and [in
 #   TensorFlow](https://keras.io/guides/custom_train_step_in_tensorflow/).
-# - TensorFlow, [Mixed precision](https://www.tensorflow.org/guide/mixed_precision): the guide for
-#   TensorFlow 2.x.
 # - P. Micikevicius et al., [Mixed precision training](https://arxiv.org/abs/1710.03740), 2018.
