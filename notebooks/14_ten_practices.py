@@ -9,8 +9,8 @@
 # %% [markdown]
 # # Review ten common practices
 #
-# **What you'll do.** Review ten common pieces of advice for mixed precision. Earlier notebooks cover
-# most of them, so you get a verdict and a link. For two of them we run an experiment here.
+# **What you'll do.** Review ten common pieces of advice for mixed precision. For two of them we run an
+# experiment here.
 #
 # **What you'll learn.**
 # - which of the ten practices are right, which matter little, and which apply only to fp16;
@@ -74,15 +74,15 @@ for dtype in (fp16, bf16):
 #
 # | practice | verdict | why |
 # |---|---|---|
-# | 1. Know the hardware | right | the speed of bf16 and fp16 depends on the machine; `amp-lab doctor` measures it ([10](10_speed_ladder.ipynb)) |
+# | 1. Know the hardware | right | the speed of bf16 and fp16 depends on the machine ([10](10_speed_ladder.ipynb)) |
 # | 2. Start with the scaler's defaults | right | each skipped step halves a scale that is too high, so the scale fits after a few steps ([03](03_grad_scaler_step_by_step.ipynb)) |
 # | 3. Watch the accuracy | right, with several seeds | two fp32 runs from different seeds differ too, so one run in each precision shows little ([04](04_fp32_vs_amp.ipynb)) |
 # | 4. Only the forward pass in autocast | right | see [below](#Only-the-forward-pass-in-autocast) |
 # | 5. No casts by hand | right | on a GPU, autocast runs most ops that need fp32 in fp32 ([an exception](09_xray_your_model.ipynb#The-surprise-in-cross-entropy)), but it cannot undo the rounding of a `.half()` ([02](02_autocast_dtypes.ipynb)) |
 # | 6. Always use the scaler | only for fp16 | bf16 has the range of fp32, so small gradients do not underflow ([01](01_number_formats.ipynb)) |
-# | 7. Tune the initial scale and the growth interval | rarely needed | the scaler soon halves a scale that is too high; if the scale grows more often (a short interval), more steps overflow and are skipped ([03](03_grad_scaler_step_by_step.ipynb)) |
-# | 8. Stay current with PyTorch | right | old names raise a warning and may be removed; `python -W error::FutureWarning` makes your tests fail on them ([13](13_from_apex.ipynb)) |
-# | 9. Try larger batches | right for memory | AMP makes activations about half as large, so nearly twice the batch fits if activations take most of the memory ([09](09_xray_your_model.ipynb)); measure whether it is faster ([10](10_speed_ladder.ipynb)) |
+# | 7. Tune the initial scale and the growth interval | rarely needed | the scaler soon halves a scale that is too high ([03](03_grad_scaler_step_by_step.ipynb)) |
+# | 8. Stay current with PyTorch | right | old names raise a warning ([13](13_from_apex.ipynb)) |
+# | 9. Try larger batches | right for memory | AMP makes activations smaller ([09](09_xray_your_model.ipynb)); measure whether it is faster ([10](10_speed_ladder.ipynb)) |
 # | 10. Profile before and after | right | see [below](#Profile-before-and-after) |
 #
 # The profile below uses fp16 if `amp-lab doctor` recommends it for your device, and bf16 otherwise:
@@ -156,20 +156,17 @@ assert exact.dtype is blurred.dtype is fp32
 
 # %% [markdown]
 # If `backward` runs after the block, the island's two matmuls run in fp32, as they should. The third
-# matmul belongs to the other layer and always runs in bf16. Inside the block, autocast casts the island's
-# matmuls to bf16 as well. Then the island's gradient is off by 2e-03 (0.2 %), and there are 9 casts
-# instead of 3. Nothing warns you, because the gradients are fp32 tensors in both cases.
+# matmul belongs to the other layer. Inside the block, autocast casts the island's matmuls to bf16 as
+# well. Then the island's gradient is off by 2e-03 (0.2 %), and there are 9 casts instead of 3. The
+# gradients are fp32 tensors in both cases.
 #
-# **Verdict: right.** An autocast block around the whole loop is even worse, because the next forward pass
-# uses the old 16-bit weights in autocast's cache ([notebook 08](08_when_amp_breaks.ipynb)).
+# **Verdict: right.**
 #
 # ## Profile before and after
 #
-# A profile shows in which dtype each op runs. We profile a training step of three convolutions in fp32
-# and in low precision. The profiler writes a trace, which is a JSON file. With `record_shapes=True`, the trace
-# contains the dtype of each input tensor of an op, but no dtype for a list of tensors, such as the input of
-# `cat`.
-# <!-- tests/notebooks/test_14_ten_practices.py -->
+# We profile a training step of three convolutions in fp32 and in low precision. The profiler writes a
+# trace, which is a JSON file. With `record_shapes=True`, the trace contains the dtype of each input tensor
+# of an op, but no dtype for a list of tensors. <!-- tests/notebooks/test_14_ten_practices.py -->
 
 # %%
 os.environ["KINETO_LOG_LEVEL"] = "99"  # hide the profiler's log messages
@@ -252,16 +249,15 @@ for precision, (found, events) in profiles.items():
 
 # %% [markdown]
 # For each precision you see the time of all ops, the number of casts, and the four ops that took the most
-# time. The backward pass of the convolutions comes first in both profiles, and takes less time in 16 bits.
-# A profiler slows the step down, so use `amp_lab.compare` to measure the speed-up.
+# time.
 #
-# **Verdict: right.** A profile shows which ops stay in fp32, and whether the casts take much time.
+# **Verdict: right.** A profile shows which ops stay in fp32.
 #
 # ## Summary
 #
 # - Eight of the ten practices are right. You need the scaler only for fp16, and its settings rarely need
 #   a change.
-# - End the autocast block before `backward`. PyTorch gives no warning if `backward` runs inside the block.
+# - End the autocast block before `backward`.
 # - A profile with `record_shapes=True` shows the dtype of each op and the casts.
 #
 # ## Exercises
