@@ -21,7 +21,7 @@
 #
 # **What you need.** [Notebook 03](03_grad_scaler_step_by_step.ipynb) introduces `GradScaler`. [Notebook
 # 04](04_fp32_vs_amp.ipynb) shows the AMP step and how to measure. This notebook runs on a CPU without a
-# download. On a GPU it trains the whole network for more epochs.
+# download.
 
 # %% tags=["nbval-ignore-output"]
 import tempfile
@@ -29,11 +29,10 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 from torchvision.models import MobileNetV2
 
 from course import figures, start
-from course.layer_times import KINDS, kind, run_layers_of, training_step
+from course.layer_times import KINDS, run_layers_of
 from course.tiny_run import largest_difference, new_tiny_run, tiny_digits
 
 from amp_lab import Precision, compare, describe_device, load_checkpoint, save_checkpoint
@@ -65,14 +64,12 @@ assert loss.dtype is weight.dtype is weight.grad.dtype is torch.float32
 
 # %% [markdown]
 # Only the logits are in bf16, because they come from a linear layer. `logits.float()` makes the whole
-# loss fp32. Without it, [part of the loss is in 16 bits on a
-# GPU](09_xray_your_model.ipynb#The-surprise-in-cross-entropy). The weights and their gradients stay in
-# fp32, so nothing changes for the optimizer. This is why a few lines of the loop are enough.
+# loss fp32. The weights and their gradients stay in fp32, so nothing changes for the optimizer.
 #
 # ## Settings and data
 #
 # The full scale trains the whole network in batches of 128. The quick scale trains a narrower network
-# with fewer blocks, so that a CPU needs little time for several trainings.
+# with fewer blocks.
 
 # %%
 DOWNLOAD = False  # True: fetch CIFAR-10 (170 MB) into data/ if it is not there
@@ -98,9 +95,8 @@ print(f"{kind_of_data}: {len(data.train)} training and {len(data.test)} test ima
 assert len(data.train) > config["batch_size"]
 
 # %% [markdown]
-# `batches` yields normalised float32 images of shape (B, 3, 32, 32). The augmentation and the order of
-# the training images depend only on the seed and the epoch, so every precision sees the same pixels.
-# <!-- tests/train/data/test_images.py -->
+# The augmentation and the order of the training images depend only on the seed and the epoch, so every
+# precision sees the same pixels. <!-- tests/train/data/test_images.py -->
 
 
 # %%
@@ -120,9 +116,6 @@ def train_loader(epoch, seed):
 # scaler leaves the loss unchanged and only calls `optimizer.step`. So one loop serves every precision:
 # we enable autocast for fp16 and bf16, and the scaler for fp16 alone.
 # <!-- tests/notebooks/test_05_cifar10_mobilenet.py -->
-#
-# [`channels_last`](https://docs.pytorch.org/tutorials/intermediate/memory_format_tutorial.html) is a
-# memory layout in which convolutions are usually faster.
 
 
 # %%
@@ -169,7 +162,7 @@ def evaluate(model, loader, dtype):
 
 # %% [markdown]
 # A run has a network, an optimizer, a learning-rate schedule and *one* scaler. The scaler lives as long
-# as the run, because a new scaler in each epoch would start from its initial scale again.
+# as the run.
 
 
 # %%
@@ -188,9 +181,7 @@ def new_run(dtype, seed, steps):
 # ## Train in each precision
 #
 # The function `train` trains a new network for all epochs. `float32_mode` turns TF32 off in the FP32
-# runs, because a recent NVIDIA GPU would otherwise [use TF32 for
-# convolutions](https://docs.pytorch.org/docs/stable/notes/cuda.html#tensorfloat-32-tf32-on-ampere-and-later-devices).
-# <!-- tests/core/test_precision.py -->
+# runs. <!-- tests/core/test_precision.py -->
 
 
 # %%
@@ -227,9 +218,9 @@ _ = figures.loss_and_accuracy(losses, accuracies)
 assert all((loss[:, -1] < 0.5 * loss[:, 0]).all() for loss in losses.values())  # all have learned
 
 # %% [markdown]
-# The training loss is on the left. The accuracy on held-out images is on the right. Each line is the
-# mean over three seeds. The band around a line reaches from the lowest to the highest result of the
-# seeds. The bands overlap in nearly every epoch, so two seeds differ about as much as two precisions.
+# Each line is the mean over three seeds. The band around a line reaches from the lowest to the highest
+# result of the seeds. The bands overlap in nearly every epoch, so two seeds differ about as much as two
+# precisions.
 #
 # ## Is the accuracy the same?
 #
@@ -253,9 +244,8 @@ for precision, found in final.items():
 print(f"seeds differ by up to {100 * spread:.1f} points, standard error {100 * error:.1f} points")
 
 # %% [markdown]
-# The last line gives the yardstick: its first number plus twice its second number. The precisions differ by
-# less, so this run shows no loss of accuracy, even if one mean is lower. To detect a smaller difference,
-# test on more images or train more seeds.
+# The last line gives the yardstick: its first number plus twice its second number. The precisions differ
+# by less, so this run shows no loss of accuracy, even if one mean is lower.
 #
 # ## Find the slow layers
 #
@@ -267,9 +257,7 @@ print(f"seeds differ by up to {100 * spread:.1f} points, standard error {100 * e
 #   computes little for each byte that it moves. We time depthwise convolutions with stride 2 separately.
 #   <!-- tests/notebooks/test_05_cifar10_mobilenet.py -->
 #
-# We compare FP32 with the fastest 16-bit precision of this device. `compare` runs both precisions in
-# turns and checks whether the machine is busy, as in [notebook
-# 04](04_fp32_vs_amp.ipynb#Time-of-a-training-step).
+# We compare FP32 with the fastest 16-bit precision of this device.
 
 # %%
 amp = next((p for p in fit_for if p.dtype is not torch.float32), Precision.BF16)
@@ -306,65 +294,9 @@ assert list(kind_times) == list(KINDS)
 # %% [markdown]
 # Each kind of layer has two bars: FP32 on the left, and autocast, hatched, on the right. The number
 # above a hatched bar is the speed-up of autocast, so a number below 1x means that autocast is slower.
-# The thin lines are the intervals of the times. (Grey bars mean that the machine was too busy.)
 #
-# On this CPU autocast makes both kinds of depthwise layers slower. The four layers with stride 2 lose more
-# time than all other layers gain. On another device, look for a kind of layer that autocast makes much
-# slower.
-#
-# ## Keep the slow layers in FP32 (optional)
-#
-# Inside an autocast block you can disable autocast for a few layers, which then compute in fp32. We
-# call such a region an *fp32 island*. We put the depthwise layers of a kind into islands if the whole
-# interval of the speed-up of this kind lies below 1x. <!-- tests/notebooks/test_05_cifar10_mobilenet.py -->
-
-
-# %%
-def keep_in_fp32(layer):
-    """Make `layer` compute in fp32, inside an autocast block as well."""
-    forward = layer.forward
-
-    def forward_in_fp32(x):
-        with torch.autocast(device.type, enabled=False):
-            return forward(x.float())
-
-    layer.forward = forward_in_fp32
-
-
-losers = [
-    name
-    for name in ("depthwise", "depthwise, stride 2")
-    if kind_times[name].ratio(*both).is_below(1)
-]
-
-
-def make_islands(model):
-    """Keep the layers of the kinds in `losers` in fp32."""
-    for module in model.modules():
-        if isinstance(module, nn.Conv2d) and kind(module) in losers:
-            keep_in_fp32(module)
-
-
-# %% [markdown]
-# How much time do the islands save? We time a whole training step of the full-width network in FP32,
-# under plain autocast, and under autocast with islands. Each step calls `train_epoch` on one batch of
-# 160x160 images. These images are larger than those above, so the speed-ups can differ.
-
-# %% tags=["nbval-ignore-output"]
-print("kept in fp32:", " and ".join(losers) or "nothing, because none is known to be slower")
-given = {"batch_size": step_batch, "device": device}
-steps = {p: in_mode(p, training_step(train_epoch, p.dtype, **given)) for p in both}
-islands = training_step(train_epoch, amp.dtype, **given, prepare=make_islands)
-steps["islands"] = in_mode(Precision.FP32, islands)
-step_times = compare(steps, device=device, precision=0.05, budget_s=12)
-print(step_times)
-assert list(step_times.samples_s) == [*both, "islands"]
-
-# %% [markdown]
-# The number beside each time is its speed-up over FP32, with its interval. If the interval contains
-# 1x, the run does not show a difference. On this CPU, the step with islands is the fastest. In this run,
-# plain autocast is faster than FP32 too, although the layers above lost time. The larger images are a
-# likely reason.
+# On this CPU autocast makes both kinds of depthwise layers slower. The four layers with stride 2 lose
+# more time than all other layers gain.
 #
 # ## Resume: to the last bit
 #
@@ -448,13 +380,7 @@ assert largest_difference(resumed, whole) == 0
 folder.cleanup()
 
 # %% [markdown]
-# We need all four states. If one is missing, PyTorch raises no error, but the weights end up
-# different:
-#
-# - A new scaler starts from its initial scale.
-# - A new optimizer starts Adam's averages from zero.
-# - A new schedule starts from its first learning rate.
-# - With another random state, dropout drops other values.
+# We need all four states. If one is missing, PyTorch raises no error, but the weights end up different.
 #
 # ## Summary
 #
@@ -463,7 +389,7 @@ folder.cleanup()
 # - A difference in accuracy counts if it is larger than the spread of the seeds plus the uncertainty
 #   from the number of test images.
 # - Time autocast on the sizes that you use. If autocast is slower than FP32, time the layers by kind,
-#   and run the slow kinds in FP32.
+#   and run the slow kinds in [an fp32 island](02_autocast_dtypes.ipynb).
 # - A checkpoint also needs the scaler and the random states. To see that nothing is missing, check
 #   that a resumed run ends with bitwise equal weights.
 #

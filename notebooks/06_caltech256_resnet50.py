@@ -18,7 +18,7 @@
 #   in a frozen backbone still change;
 # - how to write one training step for every precision;
 # - how to count the memory of a training step that does not fit into your machine;
-# - why AMP nearly halves this memory, and which tensors keep their size.
+# - how much memory AMP saves, and which tensors keep their size.
 #
 # **What you need.** [Notebook 04](04_fp32_vs_amp.ipynb), for the AMP step. You need no GPU and no data
 # set: if Caltech-256 is missing, the notebook generates pictures.
@@ -34,9 +34,7 @@
 
 # %% tags=["nbval-ignore-output"]
 import functools
-import gc
 import tempfile
-from collections import Counter
 from weakref import WeakKeyDictionary
 
 import torch
@@ -73,9 +71,8 @@ with torch.device("meta"):
     assert resnet50().conv1(torch.empty(512, 3, 224, 224)).shape == maps.shape
 
 # %% [markdown]
-# In FP32 this tensor takes a quarter of the GPU's memory. Three such tensors fit, but a fourth does
-# not, and a network holds several large tensors at a time. In fp16 each number takes half as many
-# bytes, so there is room for about twice as many images.
+# In FP32 this tensor takes a quarter of the GPU's memory. In fp16 each number takes half as many bytes,
+# so there is room for about twice as many images.
 #
 # ## A frozen backbone and a new head
 #
@@ -139,8 +136,8 @@ assert len(changed) == 3 * 53  # mean, variance and a counter, in each of 53 bat
 # The running averages of all 53 batch normalisations have changed. In training mode, batch normalisation
 # [uses the statistics of the
 # batch](https://docs.pytorch.org/docs/stable/generated/torch.nn.BatchNorm2d.html) and updates its
-# averages, even if `requires_grad` is off. Here the averages should adapt to the new pictures. To keep
-# the averages, put the backbone into evaluation mode (exercise 3).
+# averages, even if `requires_grad` is off. To keep the averages, put the backbone into evaluation mode
+# (exercise 3).
 #
 # ## Train in each precision
 #
@@ -165,9 +162,8 @@ def train_step(model, images, targets, optimizer, scaler, dtype):
 
 
 # %% [markdown]
-# Each run creates *one* scaler, before its first epoch. A new scaler in each epoch would have to search
-# for the loss scale again. As in notebook 04, `float32_mode` switches TF32 off in the FP32
-# run. <!-- tests/core/test_precision.py -->
+# Each run creates *one* scaler, before its first epoch. As in notebook 04, `float32_mode` switches TF32
+# off in the FP32 run. <!-- tests/core/test_precision.py -->
 
 
 # %%
@@ -214,7 +210,6 @@ for precision in precisions:
 # classes of the generated pictures.
 #
 # One run of each precision cannot show whether a few percent come from the precision or from chance.
-# [Notebook 04](04_fp32_vs_amp.ipynb#Do-they-learn-the-same?) compares several seeds for this reason.
 #
 # Look at the tutorial's table again. Besides the precision, what differs between its runs in FP32 and
 # with AMP?
@@ -225,12 +220,7 @@ print(f"AMP is {68.1 / 61.7:.2f}x as fast; {steps_at[256]} steps in FP32, {steps
 assert steps_at == {256: 1050, 512: 530}
 
 # %% [markdown]
-# The AMP run had twice the batch, so it took half as many steps. The accuracy with AMP was 2.2 points
-# lower. The reason may be fewer steps, chance, or fp16.
-#
-# The speed-up is small, because a GTX 1060 has no [Tensor
-# Cores](https://docs.nvidia.com/deeplearning/performance/mixed-precision-training/index.html), the units
-# that multiply fp16 matrices faster. On that GPU, the gain from AMP was memory for a larger batch.
+# The AMP run had twice the batch, so it took half as many steps.
 #
 # ## Count the memory of a step
 #
@@ -284,16 +274,12 @@ def two_steps(batch_size, dtype, device, *, image_size=224, freeze=True):
 
 
 # %% [markdown]
-# A real step at batch 512 would take gigabytes, so we use *fake tensors*. Under `FakeTensorMode` a
-# layer returns a tensor with the right shape and dtype, but PyTorch neither allocates nor computes its
-# numbers. As an example, we add 1 to a tensor of 4 TiB. The function `peak` counts two training steps
-# on fake tensors.
+# A real step at batch 512 would take gigabytes, so we use *fake tensors*. Under `FakeTensorMode` a layer
+# returns a tensor with the right shape and dtype, but PyTorch neither allocates nor computes its
+# numbers. The function `peak` counts two training steps on fake tensors.
+
 
 # %%
-with FakeTensorMode():
-    assert (torch.ones(2**40) + 1).nbytes == 2**42
-
-
 @functools.cache
 def peak(batch_size, dtype, **options):
     """A `LiveTensors` that has seen two training steps on fake tensors."""
@@ -334,33 +320,7 @@ assert 0.85 < gib["FP32, batch 512"] / 6 < 1
 # %% [markdown]
 # AMP needs only slightly more memory for 512 images than FP32 needs for 256. FP32 with 512 images leaves
 # less than 1 GiB for memory that we do not count, such as [what CUDA and its libraries
-# allocate](https://docs.pytorch.org/docs/stable/torch_cuda_memory.html) outside of PyTorch. On the
-# tutorial's GPU this was too little.
-#
-# ## Why it is not quite half
-#
-# We list the largest tensors at the peak, the moment with the most bytes:
-
-# %%
-for name in ("FP32, batch 512", "AMP, batch 512"):
-    print(name)
-    alike = Counter(frozen[name].peak).items()
-    for (shape, dtype, size), n in sorted(alike, key=lambda item: -item[0][2]):
-        if size >= 64 * 2**20:
-            print(f"  {n} x {size / 2**20:6.0f} MiB  {str(dtype)[6:]:8}  {shape}")
-    assert Counter(shape for shape, _, _ in frozen[name].peak)[512, 256, 56, 56] == 3
-
-# %% [markdown]
-# Each line is about one kind of tensor: how many there are, and the size, dtype and shape of each. The
-# peak is in the first residual block:
-#
-# - Three tensors have 256 maps: the output of the main branch (three convolutions), and the shortcut before
-#   and after batch normalisation.
-# - The tensor with 64 maps is the input of the block.
-# - The tensor with 3 channels holds the images.
-#
-# With AMP all maps take half the bytes, but the images stay fp32. Earlier maps are already freed, because
-# no parameter of the frozen backbone needs a gradient.
+# allocate](https://docs.pytorch.org/docs/stable/torch_cuda_memory.html) outside of PyTorch.
 #
 # ## Train the backbone too
 #
@@ -385,9 +345,7 @@ _ = figures.memory_by_dtype(
 
 # %% [markdown]
 # 512 images do not fit. Each bar is the memory of one step, split by dtype. The dashed line is the GPU's
-# 6 GiB. With the backbone frozen (left), AMP at batch 512 needs about as much as FP32 at batch 256. With
-# the backbone trained (right), both bars reach far beyond the line. Batch 512 fits only if we freeze the
-# backbone and use AMP.
+# 6 GiB. With the backbone trained (right), both bars reach far beyond the line.
 #
 # AMP does not make these tensors smaller:
 #
@@ -395,81 +353,12 @@ _ = figures.memory_by_dtype(
 # - weight gradients, also in fp32;
 # - the positions of the maxima in max pooling, which are int64 in every precision.
 #
-# ## The largest batch
-#
-# How many images fit into 6 GiB? The memory grows linearly with the batch size, which the first assert
-# checks. So two counts tell us how many bytes a step always takes, and how many bytes each image adds.
-
-# %%
-small, half, whole = (peak(size, torch.float32).peak_bytes for size in (128, 256, 512))
-assert abs((whole - half) - 2 * (half - small)) < 0.001 * whole
-most = {}
-for dtype in (torch.float32, torch.bfloat16):
-    at_256, at_512 = (peak(size, dtype).peak_bytes for size in (256, 512))
-    each = (at_512 - at_256) / 256
-    always = at_256 - 256 * each
-    most[dtype] = int((LIMIT - always) / each) // 32 * 32  # a multiple of 32
-    print(f"{dtype}: {always / 2**20:.0f} MiB, and {each / 2**20:.2f} MiB for each image;", end=" ")
-    print(f"largest batch {most[dtype]}")
-assert most[torch.bfloat16] > 1.8 * most[torch.float32]
-
-# %% [markdown]
-# With AMP, about twice as many images fit. Both batch sizes are upper bounds, because the count
-# contains only tensors. [Notebook 09](09_xray_your_model.ipynb#Will-it-fit?) makes this forecast for
-# your model.
-
-# %% [markdown]
 # We delete the generated pictures:
 
 # %%
 workspace.cleanup()  # deletes generated pictures
 
 # %% [markdown]
-# ## Run out of memory on purpose (optional)
-#
-# On a GPU we can check the count. `set_per_process_memory_fraction` limits PyTorch's allocator to 6
-# GiB. If a step needs more memory, PyTorch [runs out of
-# memory](https://docs.pytorch.org/docs/stable/generated/torch.cuda.memory.set_per_process_memory_fraction.html)
-# and raises `torch.OutOfMemoryError`.
-
-
-# %%
-def fits_on_gpu(batch_size, dtype):
-    """Whether two training steps run within the memory that the allocator may use."""
-    try:
-        two_steps(batch_size, dtype, device)
-    except torch.OutOfMemoryError:
-        return False
-    finally:
-        gc.collect()
-        torch.cuda.empty_cache()  # the next try starts with no memory in the cache
-    return True
-
-
-# %% [markdown]
-# If the device is `cuda`, we try four batch sizes in each precision:
-
-# %% tags=["nbval-ignore-output"]
-largest_fit = {}
-if device.type == "cuda":
-    total = torch.cuda.get_device_properties(device).total_memory
-    torch.cuda.set_per_process_memory_fraction(min(1, LIMIT / total), device.index)
-    for dtype in (torch.float32, torch.float16):
-        fitting = [size for size in (256, 512, 768, 1024) if fits_on_gpu(size, dtype)]
-        print(f"{dtype} fits: {', '.join(map(str, fitting))}")
-        largest_fit[dtype] = max(fitting)
-    torch.cuda.set_per_process_memory_fraction(1.0, device.index)  # no limit
-    assert largest_fit[torch.float16] >= 512
-    assert largest_fit[torch.float16] >= 1.5 * largest_fit[torch.float32]
-else:
-    print("the device is not cuda, so we cannot check the count here")
-
-# %% [markdown]
-# Expect a smaller batch than the count allows [*(not yet seen on a GPU)*](../data/results/README.md
-# "memory-limit"). The allocator [divides its memory into
-# blocks](https://docs.pytorch.org/docs/stable/notes/cuda.html#memory-management), and a free block is of
-# no use if the next tensor is larger than the block.
-#
 # ## Summary
 #
 # - Autograd saves no activations of a frozen backbone. In our counts, freezing the backbone saves far
@@ -477,7 +366,6 @@ else:
 # - AMP halves most activations. Weights, optimizer state and images stay fp32.
 # - A dispatch mode under `FakeTensorMode` counts the memory of a step that does not fit into your
 #   machine.
-# - Leave some memory free: a batch that nearly fills the GPU by this count may not fit.
 # - Use one scaler for the whole run.
 # - Twice the batch means half as many steps in an epoch, so compare accuracies at the same batch size.
 #
@@ -521,9 +409,8 @@ exercises.check_map_size(map_mib)
 #
 # ### 2. The largest batch for another GPU
 #
-# By the counts above, a step with AMP takes 96 MiB, plus 5.55 MiB for each image. We leave 1 GiB of an 8
-# GiB GPU free for memory that we do not count. What is the largest batch that fits and is a multiple of
-# 32?
+# Suppose that a step with AMP takes 96 MiB, plus 5.55 MiB for each image. We leave 1 GiB of an 8 GiB GPU
+# free for memory that we do not count. What is the largest batch that fits and is a multiple of 32?
 
 # %%
 largest = ...

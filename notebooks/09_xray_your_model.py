@@ -98,12 +98,12 @@ class Tracer(TorchDispatchMode):
 
 
 # %% [markdown]
-# **Pretend to have the device.** Autocast looks at the op, the dtypes and the type of the device, but not
-# at the values. A [*fake
+# **Pretend to have the device.** Autocast looks at the op, the dtypes and the type of the device, but
+# not at the values. A [*fake
 # tensor*](https://docs.pytorch.org/docs/stable/user_guide/torch_compiler/torch.compiler_fake_tensor.html)
 # has a dtype and a device but no data, so the device need not exist. `torch.autocast("cuda")` would
 # [check](https://github.com/pytorch/pytorch/blob/main/torch/amp/autocast_mode.py) that CUDA is there, so
-# `rules_of` sets autocast's state itself. `trace_on` then runs a model on fake tensors.
+# `rules_of` sets autocast's state itself.
 
 
 # %%
@@ -157,8 +157,7 @@ assert fake_rows[-1] == ("native_layer_norm", ("fp32",) * 3, ("fp32",))
 # Each row is one op. The convolution needs three casts, for its input, weight and bias. The linear layer
 # needs only two, because its input is already fp16. The norm needs one cast up to fp32.
 #
-# Does a real run show the same rows? We check this on the CPU. On an H100, the rows of
-# `xray` [were those of a real run](../data/results/README.md#an-nvidia-h100).
+# Does a real run show the same rows? We check this on the CPU.
 
 # %%
 images = torch.rand(2, 3, 8, 8)
@@ -169,9 +168,7 @@ assert tracer.rows == trace_on("cpu", net, images.shape)
 # %% [markdown]
 # ## The tool
 #
-# `amp_lab.xray` extends this tracer for real models. It names modules, separates casts from other ops,
-# and handles recurrent layers, attention and tied weights. <!-- tests/tracing/test_xray.py -->
-# <!-- tests/tracing/test_fake_device.py -->
+# `amp_lab.xray` extends this tracer for real models: <!-- tests/tracing/test_xray.py -->
 
 # %%
 xray(net, images, device_type="cuda")
@@ -181,8 +178,7 @@ xray(net, images, device_type="cuda")
 # matmuls and convolutions, and `work in` is the dtype of this work. `other ops in` is the dtype of all
 # other ops. <!-- tests/tracing/test_xray_result.py -->
 #
-# "Look at" lists advice. The first item is typical of tiny batches: the casts, mostly of weights, write
-# more bytes than fp16 saves.
+# "Look at" lists advice.
 #
 # ## Three models, three backends
 #
@@ -258,14 +254,12 @@ _ = figures.dtypes_by_model(grid)
 
 # %% [markdown]
 # The figure has a panel for each model, a column for each backend and a row for each kind of op. Dark
-# fields are fp32. In the GPT, `_to_copy` is a cast to fp32 in the model's own code, not one by autocast.
-# Three ops cause the differences:
+# fields are fp32. Compare three ops:
 #
-# - **`batch_norm`** is fp32 on MPS, and so are the ops between the norm and the next convolution. This
-#   explains the many casts in the ResNet: up before each norm, and down after it.
+# - **`batch_norm`** is fp32 on MPS, and so are the ops between the norm and the next convolution.
 # - **`lstm`** is fp32 on MPS.
-# - **`_log_softmax`** in the loss is fp16 on CUDA and MPS, and fp32 on the CPU. On MPS, autocast casts
-#   the logits to fp32, but the loss asks for fp16 ([below](#The-surprise-in-cross-entropy)).
+# - **`_log_softmax`** in the loss is fp16 on CUDA and MPS, and fp32 on the CPU. The [next
+#   section](#The-surprise-in-cross-entropy) explains why.
 #
 # The next cell checks this.
 
@@ -319,30 +313,9 @@ for backend in BACKENDS:
 
 # %% [markdown]
 # `F.cross_entropy` calls `log_softmax` with `dtype=` set to the dtype of the logits. This argument takes
-# precedence over autocast's list, so the result is rounded to fp16. Then `nll_loss` casts the rounded values
-# to fp32, so the dtype of the loss hides the rounding. Only the CPU's list contains cross-entropy itself,
-# so there the logits are cast first. To avoid the rounding, call **`.float()` on the logits.**
-#
-# How much does the rounding matter? To see it clearly, we take bf16 logits. The loss of an untrained
-# language model is about the logarithm of its vocabulary size, here about 11. Near 11, bf16 numbers are
-# 2^-4 apart, so rounding changes the loss of a token by up to 2^-5, or 0.031. We measure the largest error
-# of a token and the error of the mean:
-
-# %%
-target = torch.randint(50304, (64,))
-logits = torch.randn(64, 50304).bfloat16()
-log_probabilities = F.log_softmax(logits.float(), dim=-1)
-exact = F.nll_loss(log_probabilities, target, reduction="none")
-rounded = F.nll_loss(log_probabilities.bfloat16().float(), target, reduction="none")
-errors = (rounded - exact).abs()
-print(
-    f"off by up to {errors.max():.3f} for a token, {(rounded - exact).mean().abs():.3f} in the mean"
-)
-assert 2**-7 < errors.max() <= 2**-5
-assert (rounded - exact).mean().abs() < errors.max() / 2
-
-# %% [markdown]
-# In the mean over many tokens, the errors mostly cancel.
+# precedence over autocast's list, so the result is rounded to fp16. Then `nll_loss` casts the rounded
+# values to fp32, so the dtype of the loss hides the rounding. The CPU's list contains cross-entropy
+# itself, so there the logits are cast first. To avoid the rounding, call **`.float()` on the logits.**
 #
 # ## Will it fit?
 #
@@ -360,12 +333,10 @@ memory
 
 # %% [markdown]
 # AMP makes the activations and the temporaries smaller. Weights, gradients and optimizer state have the
-# same size in every column. AMP adds copies of the weights (*weights cast by autocast*), and most of them
-# are still alive at the peak. The activations take most of the memory, so almost twice the batch fits.
+# same size in every column. AMP adds copies of the weights (*weights cast by autocast*). The activations
+# take most of the memory, so almost twice the batch fits.
 #
-# Leave some room: the forecast counts only tensors, not the driver, the workspaces of cuDNN and cuBLAS, or
-# gaps between blocks. On an H100, we tested four networks in 32 combinations of precision and batch size. A
-# step [needed up to 5 % more than forecast](../data/results/README.md#an-nvidia-h100), without workspaces.
+# Leave some room, because the forecast counts only tensors.
 
 # %%
 fp32, fp16 = memory["fp32"], memory["fp16"]
@@ -377,55 +348,10 @@ assert fp32.activations > 0.8 * fp32.peak
 assert 1.9 < memory.largest["fp16"] / memory.largest["fp32"] < 2
 
 # %% [markdown]
-# ## Seven billion parameters, no memory
-#
-# On `meta` the same GPT can be as large as we like. We train it with AdamW on one sequence of 2048
-# tokens, on a GPU with 139 GiB. Before you run this: by how much does bf16 lower the peak?
-
-
-# %%
-def loss_on_floats(output):
-    """`mean_loss`, computed in fp32."""
-    return mean_loss(output.float())
-
-
-with torch.device("meta"):
-    big = Gpt(Size(width=4096, heads=32, depth=32), vocabulary=32000)
-count = sum(parameter.numel() for parameter in big.parameters())
-print(f"{count / 1e9:.2f} billion parameters, {4 * count / 2**30:.1f} GiB in fp32")
-big_memory = compare_memory(
-    big,
-    (1, 2048),
-    memory_bytes="139GiB",
-    precisions=("fp32", "bf16"),
-    optimizer="adamw",
-    loss_fn=loss_on_floats,
-    input_dtype=torch.long,
-)
-big_memory
-
-# %% [markdown]
-# The peak stays the same, because it is in the optimizer's step, which runs in fp32 in both columns. Each
-# parameter takes 4 bytes for the weight, 4 for the gradient and 8 for AdamW's state. On CUDA and XPU, AdamW
-# updates [all parameters at once](https://docs.pytorch.org/docs/stable/generated/torch.optim.AdamW.html)
-# (`foreach`) and temporarily needs another 4 bytes for each.
-#
-# To save memory here, use an optimizer that stores fewer bytes for each parameter, or spread the
-# parameters over several GPUs ([notebook 11](11_scale_out.ipynb)).
-
-# %%
-fp32, bf16 = big_memory["fp32"], big_memory["bf16"]
-assert fp32.weights == fp32.gradients == 4 * count
-assert fp32.optimizer == 8 * count
-assert fp32.peak_phase == bf16.peak_phase == "optimizer"
-assert fp32.peak == bf16.peak
-assert 19.5 * count < fp32.peak < 20.5 * count
-
-# %% [markdown]
 # ## Your own model
 #
 # Put your model and its input shape into this cell. If the model's constructor needs real values, remove
-# `with torch.device("meta"):`. If an op fails only under autocast, `mine.raised` is its error.
+# `with torch.device("meta"):`.
 
 # %%
 with torch.device("meta"):
@@ -444,9 +370,6 @@ command = "memory torchvision.models:mobilenet_v3_small --input 1,3,224,224 --me
 assert amp_lab_command(command.split()) == 0
 
 # %% [markdown]
-# The command reserves 10 % of the memory; `compare_memory` reserves none by default. In fp32 the peak is in
-# the backward pass. In fp16 the activations are so small that it moves to the optimizer's step.
-#
 # ## Where do two runs diverge? (optional)
 #
 # Two runs of one model give different numbers. Is this rounding, or a mistake? The outputs alone do not
@@ -486,9 +409,9 @@ planted
 
 # %% [markdown]
 # Autocast changes the logits more than the mistake does. But no op adds more error than bf16 rounding
-# explains, so `first_difference` finds nothing in the autocast run. In the copy with the mistake, it names
-# the module and the op that adds the epsilon. *Function* means that the two ops compute different functions:
-# their results differ by 0.002 even in fp64, where rounding explains at most 1e-10 (*predicted*).
+# explains, so `first_difference` finds nothing in the autocast run. In the copy with the mistake, it
+# names the module and the op that adds the epsilon. *Function* means that the results of the two ops
+# differ even in fp64.
 #
 # ## Summary
 #
@@ -497,8 +420,7 @@ planted
 # - On MPS, `batch_norm` and LSTM layers stay in fp32.
 # - Under autocast on CUDA, XPU and MPS, `F.cross_entropy` on fp16 logits rounds its `log_softmax` to fp16
 #   and still returns fp32. Give it `logits.float()`.
-# - AMP makes the activations smaller, but not weights, gradients and optimizer state. With AdamW and one
-#   sequence, the peak of a 7B transformer stays the same.
+# - AMP makes the activations smaller, but not weights, gradients and optimizer state.
 #
 # Next, [notebook 10](10_speed_ladder.ipynb) makes a step faster, one change at a time.
 #
@@ -621,8 +543,8 @@ exercises.check_gigabytes(gigabytes)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# In the memory tables above, which rows are the same in every column? How many numbers for each parameter
-# does SGD with momentum store, and how many does AdamW?
+# In the memory table above, which rows are the same in every column? How many numbers for each parameter
+# does SGD with momentum store?
 #
 # </details>
 #

@@ -9,9 +9,9 @@
 # %% [markdown]
 # # Climb from FP32 towards the limit of your hardware
 #
-# **What you'll do.** Take the training step of [notebook 04](04_fp32_vs_amp.ipynb) and make it faster, one
-# change at a time. We call each change a *rung*, as on a ladder. First you compute how fast the step can
-# become on your device. Then you time each rung and compare it with that limit.
+# **What you'll do.** Take the training step of [notebook 04](04_fp32_vs_amp.ipynb) and make it faster,
+# one change at a time. We call each change a *rung*. First you compute how fast the step can become on
+# your device. Then you time each rung and compare it with that limit.
 #
 # **What you'll learn.**
 # - how to compute a limit for the time of a step from its FLOPs;
@@ -30,7 +30,7 @@ from torch import nn
 
 from course import emulates_bf16, figures, start
 
-from amp_lab import Precision, advise, compare, xray
+from amp_lab import Precision, compare, xray
 from amp_lab.bench import ConvModel, count_step, measure_ceilings, quantized_sine
 from amp_lab.core.allocator import keep_memory
 from amp_lab.core.device import recommend_precision
@@ -58,19 +58,16 @@ for name, operations, numbers in (
 
 # %% [markdown]
 # The matmul becomes faster, because it computes for most of its time. The ReLU hardly becomes faster,
-# because it waits for its data. A 16-bit precision helps both ops. The matmul computes faster, if the
-# hardware supports the precision. The ReLU waits less, because it moves half the bytes.
+# because it waits for its data.
 #
 # ## The settings
 #
 # The plain step runs in FP32. All other steps use the 16-bit precision that `amp-lab doctor` recommends
-# for this device, or bf16 if it recommends none. In `config`, `steps` is the number of steps that one
-# measurement runs in a row.
+# for this device, or bf16 if it recommends none.
 #
-# On a Linux CPU, we also call `keep_memory()`. Without this call, the C library returns the memory of large
-# freed tensors [to the operating system](https://man7.org/linux/man-pages/man3/mallopt.3.html), and getting
-# it back costs time. FP32 has larger tensors and loses more time, so AMP's speed-up would look too large.
-# <!-- tests/core/test_allocator.py -->
+# On a Linux CPU, we also call `keep_memory()`. Without this call, glibc returns the memory of large
+# freed tensors [to the operating system](https://man7.org/linux/man-pages/man3/mallopt.3.html), and
+# getting it back costs time. <!-- tests/core/test_allocator.py -->
 
 # %% tags=["nbval-ignore-output"]
 config = {
@@ -90,8 +87,7 @@ assert low.dtype.itemsize == 2
 # ## The limit: what can this device do?
 #
 # A device has a peak rate for computing and a peak rate for moving data. We measure the computing rate
-# with a large matmul in each precision, and the data rate with copies and sums of large tensors. If
-# another program disturbs the measurement, `limits.trusted` is false.
+# with a large matmul in each precision, and the data rate with copies and sums of large tensors.
 
 # %% tags=["nbval-ignore-output"]
 limits = measure_ceilings(device)
@@ -103,9 +99,6 @@ if not limits.trusted:
 assert not limits.trusted or limits.memory_bytes_per_s > 1e8  # a disk is faster
 
 # %% [markdown]
-# The CPU of this run has instructions for bf16, but none for fp16. PyTorch emulates fp16, so fp16 is very
-# slow.
-#
 # ## The work: what must a step do?
 #
 # We count the FLOPs of one step. The network of notebook 04 has four 1x1 convolutions. For every pixel, such
@@ -142,10 +135,9 @@ if limits.trusted and low == recommended:
 # %% [markdown]
 # ## Climb
 #
-# Each rung is a function that does one step and returns the loss. Before we time a rung, `add` checks that
-# training still works: the losses of the first five steps may differ by 6 % from those of FP32, because
-# bf16 rounds each of about 16 ops by up to 2^-8. As in notebook 04, `float32_mode` turns TF32 off for FP32.
-# <!-- tests/core/test_precision.py -->
+# Each rung is a function that does one step and returns the loss. Before we time a rung, `add` checks
+# that training still works: the losses of the first five steps may differ by 6 % from those of FP32. As
+# in notebook 04, `float32_mode` turns TF32 off for FP32. <!-- tests/core/test_precision.py -->
 
 # %%
 rungs, losses = {}, {}
@@ -216,10 +208,9 @@ def amp_step(model, optimizer, inputs, target, read_loss=True):
 assert add("AMP", low, amp_step(*new_model(), inputs, target)) > 0  # it rounds, unlike FP32
 
 # %% [markdown]
-# **Rung 2: channels last.** By default, PyTorch stores an image channel by channel, in the order N, C, H,
-# W. A 1x1 convolution is a matmul over the channels of each pixel. This matmul can be faster if these
-# channels are next to each other in memory, in the order N, H, W, C. The strides of the tensor change, but
-# not its shape.
+# **Rung 2: channels last.** By default, PyTorch stores an image channel by channel, in the order N, C,
+# H, W. A 1x1 convolution is a matmul over the channels of each pixel. This matmul can be faster if these
+# channels are next to each other in memory, in the order N, H, W, C.
 
 # %%
 model, optimizer = new_model()
@@ -290,26 +281,16 @@ for remark in climbed.remarks():
 assert list(climbed.samples_s) == list(rungs)  # every rung was timed
 
 # %% [markdown]
-# Each line shows the time of a step, a percentage, and the speed-up over the plain step with its interval.
-# The percentage (`of peak`) is the limit divided by the time. At 100 %, a step would take only the time of
-# its matmuls. In the figure, the black mark is the limit.
+# Each line shows the time of a step, a percentage, and the speed-up over the plain step with its
+# interval. The percentage (`of peak`) is the limit divided by the time. In the figure, the black mark is
+# the limit.
 
 # %% tags=["nbval-ignore-output"]
 _ = figures.speed_ladder({f"ConvModel, {config['size']}x{config['size']} pixels": bars})
 
 # %% [markdown]
 # On the CPU of this run, AMP alone (rung 1) reaches only part of the expected speed-up. Channels last
-# (rung 2) changes two lines and brings the step much closer to the limit. The likely reason is that rung 1
-# copies data. Its convolutions run in a [channels-last
-# kernel](https://docs.pytorch.org/tutorials/intermediate/memory_format_tutorial.html), but its tensors
-# have the default layout, so each tensor is reordered first.
-#
-# From rung 2 on, the speed-up (2.36x) is even larger than expected (2.17x), because it includes a gain that
-# FP32 would have too: channels last also makes FP32 faster, as [`advise` measures
-# below](#Let-advise-try-the-changes-(optional)).
-#
-# Rungs 3 and 4 change little here. As a rule of thumb, they gain more on a GPU, where each small kernel
-# and each wait [costs time](https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html).
+# (rung 2) changes two lines and brings the step much closer to the limit.
 #
 # ## Explain: count the bytes too
 #
@@ -346,16 +327,12 @@ assert points[0][2] < points[1][2]  # AMP computes more for each byte
 _ = figures.roofline(roofs, limits.memory_bytes_per_s, points)
 
 # %% [markdown]
-# A point has the colour of its line. AMP's point lies to the right of the FP32 point, because AMP moves
-# fewer bytes for the same FLOPs.
+# AMP's point lies to the right of the FP32 point, because AMP moves fewer bytes for the same FLOPs.
 #
-# Both points lie below their line. One reason is that our step does not compute and move data at the same time.
-# Its ops run one after the other: a matmul computes, and then the next op moves data. So the two times add
-# up. On the CPU of this run, moving the 732 MiB of the FP32 step at 34 GB/s takes 23 ms. With the 69 ms of
-# the matmuls, this explains 92 of the 116 ms.
+# On the CPU of this run, both points lie below their line. One reason is that our step does not compute
+# and move data at the same time.
 #
-# A faster precision raises the flat part of the line, but not the slope. If your step lies under the
-# slope, it becomes faster only if it moves fewer bytes.
+# A faster precision raises the flat part of the line, but not the slope.
 #
 # ## Where AMP loses
 #
@@ -364,8 +341,8 @@ _ = figures.roofline(roofs, limits.memory_bytes_per_s, points)
 # - **No matmuls.** Autocast runs only [some
 #   ops](https://docs.pytorch.org/docs/stable/amp.html#autocast-op-reference) in the low precision, mainly
 #   matmuls and convolutions. A model without these ops gains nothing.
-# - **Many small ops.** Under autocast, most matmuls also need casts. In a small matmul, the casts can take
-#   longer than AMP saves.
+# - **Many small ops.** Under autocast, most matmuls also need casts. In a small matmul, the casts can
+#   take longer than AMP saves.
 # - **A precision that the device emulates**, such as fp16 on [some CPUs](../docs/hardware.md).
 #
 # We measure the second case with fifty layers of 32 x 32. Will AMP be faster or slower?
@@ -389,10 +366,8 @@ print(f"speed-up by AMP for fifty thin layers: {speedup}; {casts} casts for 50 m
 assert casts >= 2 * 50  # weights and biases; the activations between layers stay low
 
 # %% [markdown]
-# Below 1x, AMP is slower. Autocast casts the weight and the bias of every layer, and the input of the first
-# layer. In layers of this size, these casts take longer than AMP saves. On a GPU, such a network waits for the
-# CPU to call its ops, and casts are more calls. So AMP was [slower on an H100
-# too](../data/results/README.md#an-nvidia-h100).
+# Below 1x, AMP is slower. Autocast casts the weight and the bias of every layer, and the input of the
+# first layer.
 #
 # ## From which size on does AMP pay?
 #
@@ -421,58 +396,18 @@ for size in config["sizes"]:
 _ = figures.speedup_over_size(config["sizes"], {str(low): by_size})
 
 # %% [markdown]
-# AMP gains more with a larger picture, because calling an op and casting a weight take the same time at
-# every size. AMP pays from the smallest size for which this holds: its whole interval and those of all
-# larger sizes lie above 1.
+# On the CPU of this run, AMP gains more with a larger picture. AMP pays from the smallest size for which
+# this holds: its whole interval and those of all larger sizes lie above 1.
 #
-# So the speed-up of a network depends on the size of its input. It also depends on the memory layout, and
-# differs between [training and inference](04_fp32_vs_amp.ipynb#Time-of-a-training-step). In other networks,
-# [depthwise or thin layers](05_cifar10_mobilenet.ipynb#Find-the-slow-layers) gain little.
-#
-# ## Let advise try the changes (optional)
-#
-# `advise` (on the command line `amp-lab advise`) tries combinations of these changes, called *recipes*, on
-# a copy of your model. In each recipe, it trains for some steps and compares losses and gradients with
-# those of FP32. It times the recipes that pass, and prints the code of the best one.
-# <!-- tests/advisor/test_advise.py --> Here we pass a small ConvModel and set a short time limit.
-
-# %% tags=["nbval-ignore-output"]
-small, wanted = quantized_sine(64, device)
-
-
-def loss_of(output):
-    """The loss of a batch of any size, because `advise` also forecasts larger batches."""
-    return nn.functional.mse_loss(output, wanted.expand_as(output))
-
-
-minutes = {"quick": 0.25, "full": 1.0}[scale]
-advice = advise(ConvModel(64).to(device), small, loss_fn=loss_of, device=device, minutes=minutes)
-assert {best.verdict for best in advice.chosen.values()} == {"recommended"}
-assert all(candidate.verdict for candidate in advice.candidates)
-advice
-
-# %% [markdown]
-# Read the last column first. One recipe for training and one for inference are *recommended*. For each
-# other recipe, the column says why `advise` did not choose it:
-#
-# - `slower`: slower than the recommended recipe.
-# - `gain too small`: more complicated than the recommended recipe, and about as fast.
-# - `unlike fp32`, `emulated`, `not tried`: the list below the table gives the reason.
-#
-# `learns 100%` means that the loss fell as far as in FP32. `peak` is a forecast of the largest memory, and
-# `batch` is the largest batch that should fit. <!-- tests/advisor/test_advise.py -->
-
-# %% [markdown]
 # ## Summary
 #
 # - Count first. The FLOPs of the matmuls divided by the measured FLOP/s give a limit for the time of a
-#   step. The bytes help to explain why a step takes longer.
-# - A 16-bit precision makes matmuls faster on hardware that supports it. It also halves most of the bytes
-#   that the other ops move.
+#   step.
+# - A 16-bit precision makes matmuls faster on hardware that supports it.
 # - Channels last, a fused optimizer, not reading the loss and `torch.compile` take a line or two each.
 #   Each helps on some devices and not on others, so time them on yours.
-# - AMP gains nothing without matmuls. AMP makes a step slower if the step has many small ops, or if the
-#   hardware emulates the precision.
+# - [AMP gains nothing](#Where-AMP-loses) without matmuls. AMP makes a step slower if the step has many
+#   small ops, or if the hardware emulates the precision.
 # - On a Linux CPU, call `keep_memory` before you compare precisions.
 #
 # Next, [notebook 11](11_scale_out.ipynb) takes training to several devices.

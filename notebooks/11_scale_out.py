@@ -79,12 +79,8 @@ assert 1e-3 < off[torch.bfloat16, 2] < off[torch.bfloat16, 64]
 #
 # ## One process
 #
-# We train a small transformer on handwritten digits ([`course/scale_out.py`](course/scale_out.py)), first
-# in one process. Later we start more processes, each on its own GPU if there are enough:
-#
-# - four or more GPUs: one, two and four;
-# - two or three GPUs: one and two;
-# - fewer GPUs: one, two and four, on the CPU. <!-- tests/notebooks/test_11_scale_out.py -->
+# We train a small transformer on handwritten digits ([`course/scale_out.py`](course/scale_out.py)),
+# first in one process.
 
 # %%
 gpus = 0 if device.type == "cpu" else torch.accelerator.device_count()
@@ -140,9 +136,7 @@ for name, dtype in PRECISIONS.items():
 # `sampler.set_epoch(epoch)`, or the permutation stays the same. <!-- tests/notebooks/test_11_scale_out.py -->
 #
 # [`torchrun`](https://docs.pytorch.org/docs/stable/elastic/run.html) starts n copies of one script. Each
-# copy first joins the *process group*. The group's
-# [backend](https://docs.pytorch.org/docs/stable/distributed.html#backends) moves the data: gloo on CPUs,
-# NCCL on NVIDIA's GPUs.
+# copy first joins the *process group*.
 
 
 # %%
@@ -218,8 +212,7 @@ def train_ddp(config, data, dtype, device, sums_in=torch.float32):
 #
 # - `param_dtype`: FSDP2 casts the weights to this dtype *before* it sends them, and the layers compute in
 #   this dtype. The shards stay fp32.
-# - `reduce_dtype`: FSDP2 sends and sums the gradients in this dtype. Always set it, because PyTorch 2.15
-#   changed the default from `param_dtype` to the dtype of the stored weights.
+# - `reduce_dtype`: FSDP2 sends and sums the gradients in this dtype.
 # - `output_dtype`: the dtype of the module's output. Set it to fp32 in the policy of the outermost module,
 #   so that the loss is fp32. <!-- tests/tracing/test_sharding.py -->
 #
@@ -260,10 +253,10 @@ def train_fsdp(config, data, dtype, device, sums_in=torch.float32):
 # %% [markdown]
 # ## Try six set-ups
 #
-# Each set-up names the engine (DDP or FSDP2), the dtype of autocast or `param_dtype`, and the dtype in which
-# gradients are summed. `try_all` trains with each set-up. Ranks exchange data through calls such as
-# `all_reduce`, which are called *collectives*. `count_communication` records these calls, and adds up the
-# bytes that a rank sends if the ranks form a ring. <!-- tests/parallel/test_collectives.py -->
+# Each set-up names the engine (DDP or FSDP2), the dtype of autocast or `param_dtype`, and the dtype in
+# which gradients are summed. Ranks exchange data through calls such as `all_reduce`, which are called
+# *collectives*. `count_communication` records these calls, and adds up the bytes that a rank sends if
+# the ranks form a ring. <!-- tests/parallel/test_collectives.py -->
 
 
 # %%
@@ -313,10 +306,10 @@ for n in counts[1:]:
         assert difference < TOLERANCES[compute]
 
 # %% [markdown]
-# All set-ups have nearly the same losses as one process. In fp32 they are far closer than in bf16. **If you
-# keep the global batch (of all ranks), you can keep the learning rate.** If you keep the batch of each rank
-# instead, the global batch grows n times and may need a different learning rate. A model with batch norm has
-# other losses, because each rank normalises over only its part of the batch. <!-- tests/notebooks/test_11_scale_out.py -->
+# All set-ups have nearly the same losses as one process. In fp32 they are far closer than in bf16. **If
+# you keep the global batch (of all ranks), you can keep the learning rate.** A model with batch norm has
+# other losses, because each rank normalises over only its part of the batch.
+# <!-- tests/notebooks/test_11_scale_out.py -->
 #
 # ## What does each rank send and hold?
 #
@@ -334,8 +327,7 @@ for name, found in tries[most].items():
 _ = figures.sent_bytes(bars, most)
 
 # %% [markdown]
-# Each bar shows the bytes that a rank sends in a step. The colour is the dtype, and the word in the bar is
-# the collective.
+# Each bar shows the bytes that a rank sends in a step.
 #
 # - **Autocast** does not change what DDP sends, because fp32 weights have fp32 gradients.
 # - A bf16 **hook** halves the bytes.
@@ -344,9 +336,8 @@ _ = figures.sent_bytes(bars, most)
 # - FSDP2 with **`param_dtype=bf16`** sends about as much as DDP, because it gathers half the bytes.
 # - With **`reduce_dtype=bf16`**, the bytes of the gradients halve as well.
 #
-# With four ranks, sums in bf16 do not change the losses visibly. But [the first
-# cell](#The-idea-in-five-lines) showed that such sums lose more precision with more ranks. So send weights
-# in bf16, and sum gradients in fp32.
+# [The first cell](#The-idea-in-five-lines) showed that sums in bf16 lose more precision with more ranks.
+# So send weights in bf16, and sum gradients in fp32.
 #
 # The next cell checks these ratios.
 
@@ -365,8 +356,7 @@ assert fsdp_bytes == 16 / most
 
 # %% [markdown]
 # With DDP, every rank holds the weights, the gradients and AdamW's two averages of the whole model, in
-# fp32. With FSDP2, a rank holds an n-th of these bytes. In addition, a rank holds its activations and the
-# gathered weights of the layer that is running.
+# fp32. With FSDP2, a rank holds an n-th of these bytes.
 #
 # ## One decision about the loss scale
 #
@@ -403,13 +393,11 @@ assert decided[0]["DDP", "gradient"][1] == []
 # so the scalers agree. With FSDP2, each rank has a different shard of the gradients. So `unscale_` tells all
 # ranks whether any gradient has overflowed.
 #
-# So a plain `GradScaler` is enough for both engines. Clipping works too: with FSDP2,
-# `clip_grad_norm_` after `unscale_` computes the norm of the whole gradient, not of one shard ([PyTorch's
-# test](https://github.com/pytorch/pytorch/blob/main/test/distributed/_composable/fsdp/test_fully_shard_clip_grad_norm_.py)).
+# So a plain `GradScaler` is enough for both engines.
 #
 # If you average gradients yourself, **average them before the scaler checks them**. Otherwise the rank
-# with the overflow skips, and the other ranks step with an infinite average. You can try this in the third
-# exercise. <!-- tests/notebooks/test_exercises.py -->
+# with the overflow skips, and the other ranks step with an infinite average.
+# <!-- tests/notebooks/test_exercises.py -->
 #
 # ## On your own hardware
 #
@@ -477,8 +465,6 @@ assert abs(before - found[False]) > 0.1  # it had a different model before
 # %% [markdown]
 # After loading, the two processes have the loss of the saved model. With fp16, also save the scaler's
 # `state_dict()`, which is the same on all ranks, and load it on every rank.
-# [`dcp_to_torch_save`](https://docs.pytorch.org/docs/stable/distributed.checkpoint.html) converts the folder
-# into a plain file for one process.
 #
 # ## Summary
 #
@@ -486,12 +472,10 @@ assert abs(before - found[False]) > 0.1  # it had a different model before
 # - Communication has its own dtype. DDP sends the gradients of fp32 weights in fp32, with or without
 #   autocast, unless a communication hook casts them. FSDP2 gathers weights in `param_dtype` and sums
 #   gradients in `reduce_dtype`.
-# - FSDP2 divides weights, gradients and optimizer state among the ranks. With bf16 weights and fp32 sums,
-#   it sends about as much as DDP in fp32.
+# - FSDP2 divides weights, gradients and optimizer state among the ranks.
 # - A sum of gradients in bf16 loses more precision with more ranks, so reduce in fp32.
-# - The scalers of all ranks must decide alike. With DDP they do, because all ranks have the same averaged
-#   gradients. With FSDP2, `unscale_` asks all ranks. If you average gradients yourself, average them
-#   before `unscale_`.
+# - The scalers of all ranks must decide alike. If you average gradients yourself, average them before
+#   `unscale_`.
 # - A checkpoint can be loaded by a different number of ranks.
 #
 # Next: [notebook 12](12_keras.ipynb) does mixed precision in Keras.

@@ -33,7 +33,6 @@ _NOTEBOOKS = (*(f"notebook-{number:02}" for number in _NUMBERS), *_FAILURES)
 STATEMENTS = {
     "notebooks": Statement("the notebooks run there", _NOTEBOOKS),
     "clock-too-early": Statement("a clock read too early sees too little", ("notebook-04",)),
-    "memory-limit": Statement("what fits under a limit of 6 GiB", ("notebook-06",)),
     "real-rows": Statement("ops on fake CUDA tensors are those of a real run", ("xray",)),
     "small-ops": Statement("small ops leave a GPU waiting for its host", ("notebook-10",)),
     "triton-tiles": Statement("the step in tiles runs there, in Triton", ("tiles",)),

@@ -78,28 +78,6 @@ def _run_alone(
     return call
 
 
-def training_step(
-    train_epoch: Callable,
-    dtype: torch.dtype,
-    batch_size: int,
-    device: torch.device,
-    prepare: Callable[[nn.Module], None] = lambda model: None,
-) -> Callable[[], float]:
-    """A function that trains MobileNetV2 for a step on a batch of 160x160 pixels.
-
-    `prepare` may change the new network first. The batch is on the device already.
-    """
-    torch.manual_seed(0)
-    model = _channels_last(MobileNetV2(num_classes=10), device)
-    prepare(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
-    scaler = torch.amp.GradScaler(device.type, enabled=dtype is torch.float16)
-    images = torch.randn(batch_size, 3, 160, 160, device=device)
-    loader = [(images, torch.arange(batch_size, device=device) % 10)]
-    return lambda: train_epoch(model, loader, optimizer, scheduler, scaler, dtype)
-
-
 def _channels_last(module: nn.Module, device: torch.device) -> nn.Module:
     """The module on the device, with its weights in channels last."""
     return module.to(device).to(memory_format=torch.channels_last)

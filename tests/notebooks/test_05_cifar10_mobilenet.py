@@ -1,6 +1,5 @@
 """Notebook 05: its loops compute what `amp_lab.train` does, and its remedies help."""
 
-import copy
 import statistics
 
 import pytest
@@ -140,17 +139,6 @@ def test_four_of_52_convolutions_are_depthwise_with_stride_2():
 )
 def test_kinds_of_convolution(layer, expected):
     assert layer_times.kind(layer) == expected
-
-
-def test_an_fp32_island_computes_what_fp32_does(notebook):
-    layer = nn.Conv2d(4, 4, 3, groups=4)
-    island = copy.deepcopy(layer)
-    notebook["keep_in_fp32"](island)
-    images = torch.randn(1, 4, 5, 5)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert layer(images).dtype is torch.bfloat16
-        inside = island(images)
-    assert torch.equal(inside, layer(images))
 
 
 def test_a_loader_that_shuffles_draws_from_the_random_state():

@@ -80,23 +80,3 @@ def test_live_tensors_are_counted_once_and_until_they_are_freed(notebook):
     assert live.peak_bytes == 8000
     assert Counter(live.peak) == {((1000,), torch.float32, 4000): 2}
     assert sum(size for _, _, size in live.live.values()) == 6000
-
-
-def test_a_batch_that_runs_out_of_memory_does_not_fit_and_other_errors_are_told(
-    notebook, monkeypatch
-):
-    emptied = []
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(True))
-
-    def steps(batch_size, dtype, device):
-        if batch_size > 8:
-            raise torch.OutOfMemoryError("none left")
-        if batch_size < 0:
-            raise ValueError(batch_size)
-
-    notebook["two_steps"] = steps
-    assert notebook["fits_on_gpu"](8, torch.float16)
-    assert not notebook["fits_on_gpu"](9, torch.float16)
-    with pytest.raises(ValueError, match="-1"):
-        notebook["fits_on_gpu"](-1, torch.float16)
-    assert len(emptied) == 3
