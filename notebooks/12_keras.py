@@ -170,9 +170,8 @@ assert off["wrong"] > 1.8
 
 # %% [markdown]
 # With the float16 sigmoid, the loss of the right prediction is over a thousand times too small. The
-# loss of the wrong prediction is nearly twice as large as the exact loss: Keras replaces a probability
-# of 1 by 1 - 10⁻⁷, which belongs to a logit of 16 instead of 8.5. To avoid such losses, create the
-# last layer in float32 without an activation, and use a loss with `from_logits=True`.
+# loss of the wrong prediction is nearly twice as large as the exact loss. To avoid such losses, create
+# the last layer in float32 without an activation, and use a loss with `from_logits=True`.
 #
 # ## When compile adds a loss scale
 #

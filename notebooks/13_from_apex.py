@@ -264,7 +264,7 @@ torch.testing.assert_close(ours, theirs, rtol=SAME, atol=SAME)
 # |---|---|
 # | `delay_unscale=True`, to accumulate | `scale(loss).backward()` for each micro-batch, then one `step` |
 # | `num_losses=2`, `loss_id=1` | one scaler for all losses; with several optimizers, a `step` for each, then one `update` |
-# | `loss_scale=128.0` | `init_scale=128.0`, and `scaler.update(128.0)` instead of `update()`; an overflow now skips the step (Apex did not skip it) |
+# | `loss_scale=128.0` | `init_scale=128.0`, and `scaler.update(128.0)` instead of `update()`; an overflow now skips the step |
 # | `min_loss_scale`, `max_loss_scale` | `scaler.update(float(limit))` after `update()` if `get_scale()` is beyond the limit |
 # | `keep_batchnorm_fp32` | not needed: weights and statistics of batch norm stay fp32 | <!-- tests/notebooks/test_13_from_apex.py -->
 #
@@ -356,8 +356,6 @@ else:
     assert migrate_source(new_program)[0] == new_program  # nothing is left to do
 
 # %% [markdown]
-# The tool has added each dtype and moved the scale to its new position.
-#
 # The tool cannot rewrite the Apex loop from above. For three of its lines it prints what to write
 # instead. With `--mark` it also adds this advice to the file as comments:
 
@@ -601,4 +599,3 @@ exercises.check_two_optimizers(step_of_both)
 #   the levels in `frontend.py`, and the [manual](https://nvidia.github.io/apex/amp.html).
 # - PyTorch, [Automatic Mixed Precision package](https://docs.pytorch.org/docs/stable/amp.html), with
 #   the list of deprecated names.
-# - M. Carilli, [torch.cuda.amp > apex amp](https://github.com/NVIDIA/apex/issues/818), 2020.

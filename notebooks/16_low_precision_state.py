@@ -295,8 +295,7 @@ for count in (1, 8, 64, 224):
 assert off[1] < 2**-8 < off[64] < off[224]
 
 # %% [markdown]
-# The larger the sum, the more of each new gradient is lost. For many micro-batches, sum in fp32. In
-# DeepSpeed, set [`"data_types": {"grad_accum_dtype":
+# For many micro-batches, sum in fp32. In DeepSpeed, set [`"data_types": {"grad_accum_dtype":
 # "fp32"}`](https://www.deepspeed.ai/docs/config-json/).
 #
 # ## State in fewer bits
