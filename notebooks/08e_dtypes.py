@@ -10,7 +10,7 @@
 # # Repair dtypes that do not match
 #
 # **What you'll do.** Look up a failure by its error message, its symptom, or its code (such as `AMP0018`), which
-# `amp-lab explain` prints. Each section shows the smallest program that fails, the reason, and the fix.
+# `amp-lab explain` prints.
 #
 # **What you'll learn.** You will be able to repair these failures:
 # - [A half precision output leaves the block](#A-half-precision-output-leaves-the-block);
@@ -22,8 +22,7 @@
 # - [The input is float64 or an integer](#The-input-is-float64-or-an-integer).
 #
 # **What you need.** You need no GPU. This notebook is a reference, so read only the section that you need. The
-# [index](08_when_amp_breaks.ipynb) lists all failures. Most programs below print the message of each layer that
-# fails.
+# [index](08_when_amp_breaks.ipynb) lists all failures.
 #
 # **The names of dtypes.** Here, *half precision* means fp16 or bf16. In the messages, `Half` is only fp16,
 # `Float` is fp32, `Double` is float64, `Long` is int64 and `Byte` is uint8. <!-- tests/notebooks/test_08e_dtypes.py -->
@@ -107,15 +106,11 @@ def refusals(calls, *inputs):
 # **What you see.** An op after the autocast block raises one of these errors. An error of a layer names the
 # dtype of the input first and the dtype of the weights second: <!-- tests/notebooks/test_08e_dtypes.py -->
 # - `mat1 and mat2 must have the same dtype, but got Half and Float`
-# - `expected m1 and m2 to have the same dtype, but got: c10::Half != float`
 # - `expected scalar type Half but found Float`
-# - `Input type (torch.cuda.HalfTensor) and weight type (torch.cuda.FloatTensor) should be the same`
-#   ([report](https://github.com/baaivision/See3D/issues/11))
 # - `Found dtype Float but expected Half`, raised by the backward pass of a loss
 #   ([report](https://github.com/pytorch/pytorch/issues/50941))
-# - ``expected dtype c10::Half for `end` but got dtype float``, raised by `lerp`, for example in an average of
-#   weights. If `optimizer.step()` raises this error, see [notebook
-#   08d](08d_loop_and_resume.ipynb#After-resuming-the-loss-jumps-or-is-NaN).
+# - ``expected dtype c10::Half for `end` but got dtype float``, raised by `lerp`. If `optimizer.step()` raises
+#   this error, see [notebook 08d](08d_loop_and_resume.ipynb#After-resuming-the-loss-jumps-or-is-NaN).
 #
 # **The smallest program that does it.** We compute a tensor in an autocast block and use it after the block.
 
@@ -139,9 +134,8 @@ for dtype in HALF:
     assert len(messages) == 6 + len(OPS)  # of the 7 layers, only LayerNorm accepts half precision
 
 # %% [markdown]
-# **Why.** A tensor that was computed in half precision in an autocast block keeps this dtype after the block.
-# After the block, autocast no longer casts inputs. The next op therefore gets a half-precision input but
-# fp32 weights. If you do not use autocast, you probably converted the input to half precision but not the model.
+# **Why.** A tensor that was computed in half precision in an autocast block keeps this dtype after the block,
+# where autocast no longer casts inputs. The next op therefore gets a half-precision input but fp32 weights.
 #
 # In these cases, the cause is different:
 # - The message says `Float and Half`: [the model is in half precision but its input is
@@ -154,9 +148,8 @@ for dtype in HALF:
 # - The traceback contains `user_fn`: [a custom autograd function fails in
 #   backward](#A-custom-autograd-function-fails-in-backward).
 #
-# Inside the block, ops that write in place (such as `addmm_`) or into `out=` raise these errors too, because
-# autocast does not cast [their inputs](02_autocast_dtypes.ipynb#What-is-eligible,-and-what-is-not). Use the
-# op that returns a new tensor, such as `addmm`. <!-- tests/remedies/test_dtype_remedies.py -->
+# Inside the block, `addmm_` raises these errors too: use `addmm`, which returns a new tensor.
+# <!-- tests/remedies/test_dtype_remedies.py -->
 #
 # **The fix.** Move the line that fails into the autocast block. Or convert the tensors that leave the block
 # to fp32 with `.float()`.
@@ -231,20 +224,19 @@ for dtype in HALF:
     assert len(messages) == len(layers())
 
 # %% [markdown]
-# **Why.** The weights are in half precision, because the model was loaded with `dtype=torch.float16` or
-# converted with `.half()`. The input is in fp32. Without autocast, a layer does not convert its input.
+# **Why.** The weights are in half precision, and the input is in fp32. Without autocast, a layer does not
+# convert its input.
 #
-# If the input is in half precision too, look for an fp32 tensor inside the model. This tensor is often a table of
-# positions, or a mask that `forward` creates with `torch.zeros` or with `torch.arange` of floats. If `+`, `*`,
+# If the input is in half precision too, look for an fp32 tensor inside the model, such as a table of positions. If `+`, `*`,
 # `torch.cat`, `torch.stack` or `torch.where` combines an fp32 tensor with a half-precision tensor, the result is fp32,
-# unless the fp32 tensor has no dimensions (a single number). The op itself raises no error, but a later layer does.
+# unless the fp32 tensor has no dimensions (a single number).
 #
-# Autocast does not help in every layer. On a CPU, `BatchNorm`, `LayerNorm` and `GroupNorm` with
-# half-precision weights raise the error for an fp32 input even inside an autocast block. <!-- tests/notebooks/test_08e_dtypes.py -->
+# On a CPU, `BatchNorm`, `LayerNorm` and `GroupNorm` with half-precision weights raise the error for an fp32
+# input even inside an autocast block. <!-- tests/notebooks/test_08e_dtypes.py -->
 #
 # **The fix.** For inference, cast the input to the dtype of the weights:
-# `x.to(next(model.parameters()).dtype)`. For training, keep the weights in fp32 and use autocast. If
-# `forward` creates a tensor, give it the dtype and the device of the tensor that you combine it with.
+# `x.to(next(model.parameters()).dtype)`. For training, keep the weights in fp32 and use autocast. If `forward`
+# creates a tensor, give it the dtype and the device of the tensor that you combine it with.
 #
 # **Not this.** Do not cast the whole batch to half precision. The batch may contain integer ids and labels,
 # and fp16 rounds an id of 2049 to 2048.
@@ -300,7 +292,6 @@ assert torch.tensor(2049).half() == 2048  # an id that was cast
 #
 # **What you see.** A line that writes into an existing tensor, the *buffer*, raises one of these errors:
 # - `Index put requires the source and destination dtypes match, got Float for the destination and Half for the source.`
-# - `index_add_(): self (Float) and source (Half) must have the same scalar type`
 # - `scatter(): Expected self.dtype to be equal to src.dtype`, raised by `scatter` and also by `scatter_add_`
 # - `masked_scatter: expected self and source to have same dtypes but got`
 #
@@ -331,36 +322,22 @@ assert len(refusals([lambda write=write: filled(write) for write in WRITES])) ==
 
 # %% [markdown]
 # **Why.** `torch.zeros` creates an fp32 tensor even under autocast, but the values that you write into this
-# tensor are in half precision. The buffer can also be the output of an op, such
-# as a matmul, which returns half precision under autocast. Autocast does not cast the inputs of an op that writes into an existing
-# tensor, because autocast cannot change the dtype of that tensor.
+# tensor are in half precision. Autocast does not cast the inputs of an op that writes into an existing
+# tensor.
 #
-# If the index is a number or a slice, PyTorch raises no error, because `buffer[2] = f` casts `f`.
 # `masked_scatter`, `scatter` and `index_add` return a new tensor. They raise the error too, because
-# autocast has no rule for these three ops. Vision-language models use `masked_scatter` to [merge image
-# features](https://github.com/huggingface/transformers/blob/main/src/transformers/models/llava/modeling_llava.py)
-# into text embeddings. <!-- tests/notebooks/test_08e_dtypes.py -->
+# autocast has no rule for these three ops. <!-- tests/notebooks/test_08e_dtypes.py -->
 #
 # Writing an fp32 tensor into a half-precision buffer raises the error too. The fp32 tensor is often a
-# parameter, such as the embedding of a mask token, or the output of a quantized layer. A quantized layer can
-# have an output dtype that `model.to()` does not change, so set this dtype when you quantize the model.
-# `amp-lab xray` names the layer. <!-- tests/remedies/test_dtype_remedies.py -->
+# parameter, such as the embedding of a mask token. <!-- tests/notebooks/test_08e_dtypes.py -->
 #
-# **The fix.** Cast the values `f` that you write into the buffer: `buffer[i] = f.to(buffer.dtype)`. Gradients
-# flow through this cast. Or create the buffer in the dtype of the values, with `f.new_zeros(shape)`.
+# **The fix.** Cast the values `f` that you write into the buffer: `buffer[i] = f.to(buffer.dtype)`. Or create
+# the buffer in the dtype of the values, with `f.new_zeros(shape)`.
 
 # %%
 assert filled(lambda b, i, f: b.__setitem__(i, f.to(b.dtype)))[2].any()
 assert filled(lambda b, i, f: b.index_add_(0, i, f.to(b.dtype)))[2].any()
-assert filled(lambda b, i, f: b.__setitem__(2, f[0]))[2].any()  # b[2] = f[0] casts
 assert x.half().new_zeros(4, 2).dtype is torch.float16
-embedding, activation = nn.Parameter(torch.ones(2)), torch.zeros(3, 2).half()
-activation[torch.tensor([1])] = embedding.to(activation.dtype)
-activation.sum().backward()
-assert embedding.grad.tolist() == [1.0, 1.0]
-
-# %% [markdown]
-# **Notice it earlier.** Search every `forward` for `torch.zeros` and `torch.empty`.
 
 # %% [markdown]
 # ## A custom autograd function fails in backward
@@ -421,14 +398,13 @@ print(message)
 assert "expected scalar type Half but found Float" in message
 
 # %% [markdown]
-# **Why.** The `forward` of the custom function runs inside the autocast block, where autocast casts the
-# inputs of each op. The `backward` of the function runs outside the block. There, an op gets an fp16 gradient
-# and an fp32 tensor that `forward` saved.
+# **Why.** The `forward` of the custom function runs inside the autocast block, but its `backward` runs outside.
+# There, an op gets an fp16 gradient and an fp32 tensor that `forward` saved.
 #
 # **The fix.** Decorate `forward` with `torch.amp.custom_fwd` and `backward` with `torch.amp.custom_bwd`. Then
 # `backward` runs under autocast if `forward` did. For a kernel that supports only fp32, pass
-# `cast_inputs=torch.float32` to `custom_fwd`, and let `forward` return fp32: both then run [without
-# autocast](02_autocast_dtypes.ipynb#Your-own-autograd-functions), where a 16-bit gradient raises this error.
+# `cast_inputs=torch.float32` to `custom_fwd`, and let `forward` [return
+# fp32](02_autocast_dtypes.ipynb#Your-own-autograd-functions).
 
 
 # %%
@@ -445,17 +421,14 @@ for options in ({}, {"cast_inputs": torch.float32}):
 
 # %% [markdown]
 # Activation checkpointing that you write yourself can give worse gradients without an error message. If your
-# code stores only whether autocast was on, the backward pass recomputes the layers in autocast's default
-# dtype (fp16 on CUDA, bf16 on a CPU). The gradients are then less accurate, or they overflow. Store
-# `torch.get_autocast_dtype(device_type)` too, or use `torch.utils.checkpoint.checkpoint(…,
-# use_reentrant=False)`. `amp-lab migrate` finds code that does not store the dtype.
-# <!-- tests/remedies/test_migrate_remedies.py -->
+# code stores only whether autocast was on, the backward pass recomputes the layers in autocast's default dtype
+# (fp16 on CUDA, bf16 on a CPU). Store `torch.get_autocast_dtype(device_type)` too, or use
+# `torch.utils.checkpoint.checkpoint(…, use_reentrant=False)`. <!-- tests/remedies/test_migrate_remedies.py -->
 #
-# Autocast does not cast the inputs of a kernel without a rule for autocast. This is usual for kernels of other
-# packages, and for an op that you define with `torch.library`. Cast the inputs yourself, or register a dtype for
-# your op with `torch.library.register_autocast`. <!-- tests/notebooks/test_08e_dtypes.py -->
-#
-# **Notice it earlier.** Test each custom function once under autocast, including its backward pass.
+# Autocast does not cast the inputs of a kernel without a rule for autocast, such as an op that you define with
+# `torch.library`. Cast the inputs yourself, or register a dtype for your op with
+# `torch.library.register_autocast`. <!-- tests/notebooks/test_08e_dtypes.py -->
+
 
 # %% [markdown]
 # ## fp16 and bf16 are mixed in one model
@@ -493,11 +466,9 @@ for options in ({}, {"cast_inputs": torch.float32}):
 #
 # **What you see.** An op raises one of these errors:
 # - `mat1 and mat2 must have the same dtype, but got BFloat16 and Half`
-# - `Input type (c10::BFloat16) and bias type (c10::Half) should be the same`
-#   ([report](https://github.com/vladmandic/sdnext/issues/1431))
 # - `Unexpected floating ScalarType in at::autocast::prioritize`
 #
-# **The smallest program that does it.** We show three cases. First, we pass a bf16 input to fp16 layers, and
+# **The smallest program that does it.** First, we pass a bf16 input to fp16 layers, and
 # an fp16 input to bf16 layers. Second, we nest a bf16 autocast block in an fp16 block and call one fp32 model
 # in each block. Third, we concatenate bf16 tensors in an fp16 block.
 
@@ -528,9 +499,7 @@ assert "Unexpected floating ScalarType in at::autocast::prioritize" in messages[
 # fp32, look for a bf16 autocast block inside an fp16 block, or the reverse: nested blocks share a cache of
 # cast weights.
 #
-# The cache keeps the 16-bit copy of an fp32 weight until the outermost block ends, if the weight requires a gradient
-# (but under `torch.inference_mode()` it keeps none). The cache does not check whether this copy has the dtype of the
-# current block. So in our program, the inner block casts the input to bf16 but takes an fp16 weight from the cache.
+# In our program, the inner block casts the input to bf16 but takes an fp16 weight from the cache.
 #
 # The message with `prioritize` comes from an op that autocast runs in the widest dtype of its inputs
 # ([notebook 02](02_autocast_dtypes.ipynb)), such as `cat` on a CPU or `addcmul` on CUDA. Under autocast, such
@@ -550,9 +519,6 @@ with torch.autocast("cpu", dtype=torch.bfloat16):
     assert torch.cat([x.bfloat16(), x.bfloat16()]).dtype is torch.bfloat16
 assert nested(cache_enabled=False).dtype is torch.bfloat16
 assert torch.tensor(1e5).bfloat16().half() == torch.inf  # why not to convert bf16 to fp16
-
-# %% [markdown]
-# **Notice it earlier.** Print the dtype of the weights and the dtype that you pass to `autocast`.
 
 # %% [markdown]
 # ## The input is float64 or an integer
@@ -606,11 +572,9 @@ assert torch.tensor(1e5).bfloat16().half() == torch.inf  # why not to convert bf
 #
 # **What you see.** Most of these messages name `Double`, `Long`, `Int` or `Byte`:
 # - `mat1 and mat2 must have the same dtype, but got Double and Float`
-# - `Input type (double) and bias type (float) should be the same`
 # - `expected scalar type Double but found Float`
 # - `mixed dtype (CPU): all inputs must share same datatype.`, raised by a norm on a CPU
 # - `expected scalar type Long but found Float`, raised by `cross_entropy` if the class targets are floats.
-#   Newer versions of PyTorch say `expected target dtype to be Long or Byte, but got Float`.
 #
 # **The smallest program that does it.** We pass float64, int64 and uint8 arrays to layers and to a loss. Then
 # we pass float targets to `cross_entropy`, and a float64 input to a layer under autocast.
@@ -626,14 +590,13 @@ assert "but got Double and BFloat16" in message
 
 # %% [markdown]
 # **Why.** The input is float64 or an integer, but the weights are fp32. `torch.from_numpy` keeps the dtype
-# of the array. NumPy and pandas create float64 by default, ids are usually int64, and pixels are usually
-# uint8. Autocast does not help, because it does not cast float64 or integers.
+# of the array. NumPy creates float64 by default. Autocast does not cast float64 or integers.
 #
-# **The fix.** Convert the input where you load it, with `torch.from_numpy(array).float()`. Divide pixels by
-# 255 as well. Convert the class targets of `cross_entropy` with `.long()`.
+# **The fix.** Convert the input where you load it, with `torch.from_numpy(array).float()`. Convert the class
+# targets of `cross_entropy` with `.long()`.
 #
-# **Not this.** Do not call `model.double()` or `torch.set_default_dtype(torch.float64)`. Autocast does not
-# cast float64, so no layer runs in half precision, and the model needs twice the memory.
+# **Not this.** Do not call `model.double()` or `torch.set_default_dtype(torch.float64)`. Autocast does not cast
+# float64, so no layer runs in half precision.
 
 # %%
 for array in (x.double().numpy(), x.long().numpy(), x.byte().numpy()):

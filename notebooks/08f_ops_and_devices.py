@@ -60,11 +60,11 @@ device, scale = start()  # AMP_LAB_DEVICE and AMP_LAB_SCALE override the choice
 # -->
 #
 # **What you see.** Under autocast on CUDA or XPU, the loss raises
-# `torch.nn.functional.binary_cross_entropy and torch.nn.BCELoss are unsafe to autocast.` The same line runs
-# on a CPU and on MPS. <!-- tests/notebooks/test_08f_ops_and_devices.py -->
+# `torch.nn.functional.binary_cross_entropy and torch.nn.BCELoss are unsafe to autocast.` The same line runs on
+# a CPU and on MPS. <!-- tests/notebooks/test_08f_ops_and_devices.py -->
 #
 # **The smallest program that does it.** We use autocast's rules for CUDA on fake tensors
-# (`cuda_rules`), which need no GPU. If there is a GPU, the loss also runs on the GPU.
+# (`cuda_rules`), which need no GPU.
 
 # %%
 with cuda_rules():
@@ -80,15 +80,12 @@ if torch.cuda.is_available():  # the real thing
 # %% [markdown]
 # **Why.** For a target of 1 and a probability p, the gradient of this loss is -1/p. For a small p, its size
 # exceeds 65504. Autocast therefore refuses the loss on CUDA and XPU, even if the inputs of the loss are fp32.
-#
-# A cast to fp32 inside the loss would not help: if p is fp16, its gradient has to be fp16 too. This is the
-# reason that [PyTorch's documents](https://docs.pytorch.org/docs/stable/amp.html) give.
+# This is the reason that [PyTorch's documents](https://docs.pytorch.org/docs/stable/amp.html) give.
 #
 # **The fix.** Remove the sigmoid, and pass the logits to `nn.BCEWithLogitsLoss`, which autocast computes in
-# fp32. The model then returns logits: use `logits.float().sigmoid()` wherever you need probabilities, such as
-# for an accuracy or a threshold. If you must keep the probabilities, compute them in the same way, from
-# `logits.float()`, and compute the loss inside `with torch.autocast("cuda", enabled=False):`.
-# <!-- tests/notebooks/test_08f_ops_and_devices.py -->
+# fp32. The model then returns logits: use `logits.float().sigmoid()` wherever you need probabilities. If you
+# must keep the probabilities, compute them in the same way, from `logits.float()`, and compute the loss inside
+# `with torch.autocast("cuda", enabled=False):`. <!-- tests/notebooks/test_08f_ops_and_devices.py -->
 #
 # **Not this.** Do not pass probabilities to `nn.BCEWithLogitsLoss`, which applies a second sigmoid. The
 # message disappears, but even a perfect prediction has a loss of at least 0.31. Do not call `.float()` on
@@ -161,15 +158,11 @@ with cuda_rules():
     print(message_of(lambda: torch.rand(2, device="cuda").half().quantile(0.5)))
 
 # %% [markdown]
-# **Why.** No kernel of this op supports this dtype. The op may come from PyTorch or from another package.
-# Under autocast, the input has 16 bits because the layer before the op returns 16 bits, and autocast casts
-# inputs only for the ops on its list. If you converted the whole model, its weights, gradients and
-# optimizer state have 16 bits too.
+# **Why.** No kernel of this op supports this dtype. Under autocast, the input has 16 bits because the layer
+# before the op returns 16 bits, and autocast casts inputs only for the ops on its list.
 #
 # The list depends on the device. On a CPU it contains the quantile and the inverse, but not the determinant.
-# On CUDA it contains none of the three. <!-- tests/notebooks/test_08f_ops_and_devices.py --> Later versions
-# of torch add kernels, such as [bf16 interpolation on
-# CUDA](https://github.com/pytorch/pytorch/issues/88536).
+# On CUDA it contains none of the three. <!-- tests/notebooks/test_08f_ops_and_devices.py -->
 #
 # **The fix.** Call `.float()` on the input of that one op, and cast the result back if the next layer needs
 # it. If the message stays, autocast casts the input again inside the op. Then also run the op inside
@@ -180,10 +173,7 @@ with cuda_rules():
 #
 # **Not this.** If a 16-bit matmul computes the matrix that you decompose, do not cast only this matrix.
 # Rounding has already changed its values, so a Gram or covariance matrix may no longer be positive definite.
-# Start the fp32 region before the matmul. The same holds for a quantile, a median or a top-k that selects
-# elements: values that were rounded to 16 bits are often equal, so a threshold selects other elements, and
-# more or fewer of them. Compute these values in fp32, for example the entropies from `logits.float()`.
-# <!-- tests/notebooks/test_08f_ops_and_devices.py -->
+# Start the fp32 region before the matmul.
 
 # %%
 for op in (torch.linalg.det, torch.linalg.inv):
@@ -201,9 +191,9 @@ assert "not positive-definite" in message_of(lambda: torch.linalg.cholesky(round
 assert torch.linalg.cholesky(data.T @ data).isfinite().all()
 
 # %% [markdown]
-# **Notice it earlier.** Run `amp-lab xray` on the model ([notebook 09](09_xray_your_model.ipynb)). X-ray
-# stops at an op that refuses the dtype, such as the quantile or the inverse. To find a missing kernel, such
-# as the kernel of the determinant, pass `--real`. <!-- tests/remedies/test_dtype_remedies.py -->
+# **Notice it earlier.** Run `amp-lab xray` on the model ([notebook 09](09_xray_your_model.ipynb)). To find a
+# missing kernel, such as the kernel of the determinant, pass `--real`.
+# <!-- tests/remedies/test_dtype_remedies.py -->
 
 # %% [markdown]
 # ## NumPy does not know bf16
@@ -234,8 +224,7 @@ print(message_of(prediction.numpy))
 print(message_of(lambda: np.from_dlpack(prediction)))
 
 # %% [markdown]
-# **Why.** NumPy supports neither bf16 nor FP8. It supports fp16, so an fp16 prediction becomes a float16
-# array without a message. <!-- tests/notebooks/test_08f_ops_and_devices.py -->
+# **Why.** NumPy supports neither bf16 nor FP8. <!-- tests/notebooks/test_08f_ops_and_devices.py -->
 #
 # **The fix.** Convert to fp32 first: `prediction.detach().float().cpu().numpy()`. `tolist()` needs no
 # conversion.
@@ -293,8 +282,7 @@ assert (prediction.half().numpy() + 1).dtype == "float16"
 # - `unsupported scalarType`
 # - `In MPS autocast, but the target dtype is not supported. Disabling autocast.`, or another device
 #
-# **The smallest program that does it.** We ask for autocast on `meta`, with and without a dtype, and for fp32
-# on MPS. This runs on every machine.
+# **The smallest program that does it.** We ask for autocast on `meta`, with and without a dtype, and for fp32 on MPS.
 
 # %%
 print(message_of(lambda: torch.autocast("meta", dtype=torch.bfloat16)))
@@ -304,10 +292,9 @@ print(message_of(lambda: torch.autocast(torch.device("cpu"))))
 print(warnings_of(lambda: torch.autocast("mps", dtype=torch.float32)))
 
 # %% [markdown]
-# **Why.** `torch.autocast` takes the type of a device, such as `"cuda"`, `"cpu"`, `"mps"` or `"xpu"`. Your
-# version of torch must support autocast on this device. The dtype has to be fp16 or bf16. With another
-# dtype, autocast warns and switches itself off. Only CUDA also accepts
-# fp32. <!-- tests/notebooks/test_08f_ops_and_devices.py -->
+# **Why.** `torch.autocast` takes the type of a device, such as `"cuda"`, `"cpu"`, `"mps"` or `"xpu"`. The
+# dtype has to be fp16 or bf16. With another dtype, autocast warns and switches itself off. Only CUDA also
+# accepts fp32. <!-- tests/notebooks/test_08f_ops_and_devices.py -->
 #
 # On AMD's GPUs the type is [`"cuda"`](https://docs.pytorch.org/docs/stable/notes/hip.html), not `"hip"`. MPS
 # has autocast for fp16 from torch 2.5 on, and for bf16 from 2.6 on
@@ -332,10 +319,8 @@ for device_type in ("meta", "cpu"):
 assert warnings_of(lambda: torch.autocast("mps", enabled=False)) == ""
 
 # %% [markdown]
-# **Not this.** Do not hide the warning with `warnings.filterwarnings("ignore")`: the block then runs in fp32,
-# and the model is as slow and needs as much memory as without autocast.
-#
-# **Notice it earlier.** Assert `torch.is_autocast_enabled(device_type)` once inside the block.
+# **Not this.** Do not hide the warning with `warnings.filterwarnings("ignore")`: the block then runs in fp32.
+
 
 # %% [markdown]
 # ## The GPU has no bf16
@@ -381,30 +366,30 @@ with without_bf16:
 
 # %% [markdown]
 # **Why.** NVIDIA's GPUs support bf16 since compute capability 8.0 (Ampere). On a V100, T4 or RTX 20, PyTorch
-# [emulates bf16](../docs/hardware.md#t4-v100-and-rtx-20) slowly, and some other libraries refuse bf16.
-# AMD's Radeon RX 5000 and RX 6000
-# do not [support bf16](https://rocm.docs.amd.com/projects/HIP/en/docs-6.3.2/reference/hardware_features.html).
+# [emulates bf16](../docs/hardware.md#t4-v100-and-rtx-20) slowly, and some other libraries refuse bf16. AMD's
+# Radeon RX 5000 and RX 6000 do not [support
+# bf16](https://rocm.docs.amd.com/projects/HIP/en/docs-6.3.2/reference/hardware_features.html).
 #
 # Users report the cuBLAS error on [an M40](https://github.com/opendatalab/MinerU/issues/1508) and [a
 # P100](https://github.com/pytorch/pytorch/issues/57773), and the Triton error on [a
 # T4](https://github.com/unslothai/unsloth/issues/501).
 #
-# **The fix.** If the GPU is fast in fp16, use fp16, and train with a `GradScaler`. Otherwise use fp32, also if the
-# model was trained in bf16 and gives NaN in fp16 ([why](19_choose_your_precision.ipynb#Trained-in-bf16,-on-a-GPU-without-it)).
+# **The fix.** If the GPU is fast in fp16, use fp16, and train with a `GradScaler`. Otherwise use fp32, also if
+# the model was trained in bf16 and gives NaN in fp16
+# ([why](19_choose_your_precision.ipynb#Trained-in-bf16,-on-a-GPU-without-it)).
 
 # %%
 with without_bf16:
     assert torch.autocast("cuda", dtype=torch.float16).fast_dtype is torch.float16  # no error
 
 # %% [markdown]
-# **Not this.** Do not choose bf16 because `torch.cuda.is_bf16_supported()` returns True: it also returns
-# True on a GPU that only emulates bf16. Pass
-# `including_emulation=False`. <!-- tests/notebooks/test_19_choose_your_precision.py --> On an AMD GPU, the
-# function always returns True, with this argument too ([an RX
-# 6600](https://github.com/unslothai/unsloth/pull/7682)).
+# **Not this.** Do not choose bf16 because `torch.cuda.is_bf16_supported()` returns True: it also returns True
+# on a GPU that only emulates bf16. Pass `including_emulation=False`.
+# <!-- tests/notebooks/test_19_choose_your_precision.py --> On an AMD GPU, the function always returns True,
+# with this argument too ([an RX 6600](https://github.com/unslothai/unsloth/pull/7682)).
 #
-# **Notice it earlier.** Run `amp-lab doctor` or `recommend_precision(device)`. Both measure which dtypes are
-# fast on a device. <!-- tests/core/test_device.py -->
+# **Notice it earlier.** To measure which dtypes are fast on a device, run `amp-lab doctor`.
+# <!-- tests/core/test_device.py -->
 
 # %% [markdown]
 # ## An FFT is refused in half precision
@@ -435,8 +420,7 @@ with without_bf16:
 #   ([its source](https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/native/cuda/CuFFTPlanCache.h))
 # - `Unsupported dtype Half`, on the CPU
 #
-# **The smallest program that does it.** We take the spectrum of 100 numbers in 16 bits. If there is a GPU,
-# the same line runs there.
+# **The smallest program that does it.** We take the spectrum of 100 numbers in 16 bits.
 
 # %%
 signal = torch.ones(100)
@@ -451,16 +435,15 @@ if torch.cuda.is_available():
 # layer before. cuFFT has fp16 kernels only for sizes that are powers of two. A CPU has no 16-bit FFT
 # kernels. <!-- tests/notebooks/test_08f_ops_and_devices.py -->
 #
-# `torch.stft` calls the same kernels. On a CPU it says `MKL FFT doesn't support tensors of type: Half`, or
-# without MKL `expected scalar type Double but found Half`. On CUDA its results are complex numbers in 16 bits
+# `torch.stft` calls the same kernels. On CUDA its results are complex numbers in 16 bits
 # (`ComplexHalf`), which have no matmul. <!-- tests/tracing/test_kernel_limits.py -->
 #
 # **The fix.** Call `.float()` on the input of the transform. Cast its real result, such as the power of the
 # spectrum, back to the dtype of the next layer.
 #
 # `model.half()` also casts buffers, such as the window and the filters of the transform. *After*
-# `model.half()`, call `.float()` on the module that computes the
-# features. <!-- tests/notebooks/test_08f_ops_and_devices.py -->
+# `model.half()`, call `.float()` on the module that computes the features.
+# <!-- tests/notebooks/test_08f_ops_and_devices.py -->
 #
 # **Not this.** Do not pad the signal to a power of two only to stay in fp16: a power spectrum easily exceeds
 # 65504, even for 512 ones.
@@ -495,9 +478,9 @@ assert torch.fft.rfft(torch.ones(512)).abs().square().max() > 65504
 # -->
 #
 # **What you see.** On a Mac, moving a tensor to the device raises
-# `Cannot convert a MPS Tensor to float64 dtype as the MPS framework doesn't support float64.` We quote it
-# from PyTorch's [source](https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/mps/EmptyTensor.cpp). An
-# Intel Arc A says `Required aspect fp64 is not supported on the device` ([a
+# `Cannot convert a MPS Tensor to float64 dtype as the MPS framework doesn't support float64.` We quote it from
+# PyTorch's [source](https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/mps/EmptyTensor.cpp). An Intel
+# Arc A says `Required aspect fp64 is not supported on the device` ([a
 # report](https://github.com/intel/torch-xpu-ops/issues/1742)).
 #
 # **The smallest program that does it.** We send a NumPy array to the device. The array is float64, because
@@ -510,11 +493,9 @@ if torch.backends.mps.is_available():
     assert "the MPS framework doesn't support float64" in message_of(lambda: weights.to("mps"))
 
 # %% [markdown]
-# **Why.** Apple's GPUs and Intel's Arc A do not support float64. NumPy computes in float64 by default, for
-# example class weights or targets.
-#
-# A `.double()` in the model has the same effect. PyTorch can also create the float64 tensor: in older
-# versions, `GradScaler.unscale_` did so ([issue 142397](https://github.com/pytorch/pytorch/issues/142397)).
+# **Why.** Apple's GPUs and Intel's Arc A do not support float64. NumPy computes in float64 by default. In older
+# versions, `GradScaler.unscale_` also created a float64 tensor ([issue
+# 142397](https://github.com/pytorch/pytorch/issues/142397)).
 #
 # **The fix.** Convert the tensor to fp32 before you move it: `torch.from_numpy(array).float().to("mps")`. In
 # the model, replace `.double()` and `dtype=torch.float64` by their fp32 forms.
@@ -524,7 +505,7 @@ assert weights.dtype is torch.float64
 assert weights.float().to(device).dtype is torch.float32
 
 # %% [markdown]
-# **Notice it earlier.** Assert in the data set that no tensor is float64. That check runs on any machine.
+# **Notice it earlier.** Assert in the data set that no tensor is float64.
 
 # %% [markdown]
 # ## Flash attention refuses fp32
@@ -565,14 +546,13 @@ print(f"v is {v.dtype}, q is {q.dtype}")
 assert q.dtype is torch.float32
 
 # %% [markdown]
-# **Why.** The kernel takes only fp16 and bf16. Autocast casts the inputs of PyTorch's ops, but not those of
-# this package. The inputs are usually fp32 in one of two cases: an fp32 model runs without autocast, or a
-# norm or a rotary embedding before the kernel returns fp32.
+# **Why.** The kernel takes only fp16 and bf16, and autocast does not cast the inputs of this package. The
+# inputs are usually fp32 in one of two cases: an fp32 model runs without autocast, or a norm or a rotary
+# embedding before the kernel returns fp32.
 #
 # **The fix.** Cast q, k and v to one 16-bit dtype right before the call, or call
 # `F.scaled_dot_product_attention`, for which autocast casts. For inference with transformers, load the model
-# in 16 bits: `from_pretrained(..., dtype=torch.bfloat16)`, in older versions `torch_dtype=` ([an
-# example](https://github.com/QwenLM/Qwen3/issues/406)).
+# in 16 bits: `from_pretrained(..., dtype=torch.bfloat16)` ([an example](https://github.com/QwenLM/Qwen3/issues/406)).
 
 # %%
 assert q.to(v.dtype).dtype is torch.bfloat16
@@ -583,8 +563,7 @@ with torch.autocast("cpu", dtype=torch.bfloat16):
 # **Not this.** Do not call `.half()` or `.bfloat16()` on a model that you train only to silence this message:
 # [small updates then round away](08b_learning.ipynb#Half-precision-weights-stop-moving). Train fp32 weights
 # under autocast.
-#
-# **Notice it earlier.** Assert `q.dtype is k.dtype is v.dtype` before the call, and print the dtype once.
+
 
 # %% [markdown]
 # ## Attention finds no kernel
@@ -609,8 +588,8 @@ with torch.autocast("cpu", dtype=torch.bfloat16):
 # head_dim sampling milestone save attend flash=True"""
 # -->
 #
-# **What you see.** `F.scaled_dot_product_attention` raises `No available kernel. Aborting execution.`
-# Warnings before it give a reason for each kernel, such as
+# **What you see.** `F.scaled_dot_product_attention` raises `No available kernel. Aborting execution.` Warnings
+# before it give a reason for each kernel, such as
 # `Expected query, key and value to all be of dtype: {Half, BFloat16}`.
 #
 # **The smallest program that does it.** A model allows only flash attention but gets fp32 inputs. X-ray
@@ -630,19 +609,19 @@ tokens = torch.rand(1, 2, 16, 64)  # batch, heads, tokens, features
 print(message_of(lambda: xray(FlashOnly(), tokens, dtype=torch.float32)).split(";")[0])
 
 # %% [markdown]
-# **Why.** `sdpa_kernel` allows no kernel that supports this call. The flash attention and cuDNN kernels
-# support only fp16 and bf16 on Ampere or newer, and only some masks and head sizes. Often one call of the
-# model, for example in evaluation, runs outside autocast.
+# **Why.** `sdpa_kernel` allows no kernel that supports this call. On NVIDIA GPUs, the
+# flash attention and cuDNN kernels support only fp16 and bf16, on Ampere or newer. Often one call of the model
+# runs outside autocast.
 #
-# **The fix.** Run the call under autocast, or cast q, k and v to fp16 or bf16. If you need fp32, or the GPU
-# is older than Ampere, also allow `SDPBackend.MATH`, which has none of these limits. <!-- tests/tracing/test_kernel_limits.py -->
+# **The fix.** Run the call under autocast, or cast q, k and v to fp16 or bf16. If you need fp32, or the GPU is
+# older than Ampere, also allow `SDPBackend.MATH`, which has none of these limits.
+# <!-- tests/tracing/test_kernel_limits.py -->
 
 # %%
 assert not xray(FlashOnly(), tokens, dtype=torch.bfloat16).raised
 
 # %% [markdown]
-# **Notice it earlier.** Run X-ray with the dtype of evaluation, too. X-ray checks the kernels' limits on
-# dtypes, masks and head sizes. <!-- tests/tracing/test_kernel_limits.py -->
+# **Notice it earlier.** Run X-ray with the dtype of evaluation, too. <!-- tests/tracing/test_kernel_limits.py -->
 #
 # ## Further reading
 #

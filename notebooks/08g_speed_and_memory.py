@@ -69,8 +69,8 @@ wide, _ = make(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 512))
 # warning disabled ignored torch_xla TPU Colab Kaggle MPS XPU HPU CPU-only yolov5 Mac silently"""
 # -->
 #
-# **What you see.** The log contains one of the warnings below, which are easy to miss. Training is as
-# slow as in fp32 and needs as much memory.
+# **What you see.** The log contains one of the warnings below. Training is as
+# slow as in fp32.
 #
 # **The smallest program that does it.** We enable autocast and the scaler for CUDA, and pass
 # `dtype=torch.float32` to autocast. (On a machine with a GPU, only the dtype causes a warning.)
@@ -104,8 +104,7 @@ with torch.autocast("xpu", dtype=torch.float16):  # neither a warning nor an eff
     assert (x @ x.T).dtype is torch.float32
 
 # %% [markdown]
-# **Notice it earlier.** In tests, turn warnings into errors with `warnings.simplefilter("error")`, and
-# assert the dtype of one output. Do not call `torch.is_autocast_enabled()` without a device: it asks only
+# **Notice it earlier.** Do not call `torch.is_autocast_enabled()` without a device: it asks only
 # about CUDA. Call `torch.is_autocast_enabled(x.device.type)`. <!-- tests/notebooks/test_08g_speed_and_memory.py -->
 
 # %% [markdown]
@@ -145,10 +144,9 @@ print("in the thread:", *found)
 assert found == (torch.float32, torch.bfloat16)
 
 # %% [markdown]
-# **Why.** Autocast's switch and its dtype belong to one thread. A new thread starts with autocast off
-# and with the default dtype, which is fp16 on CUDA. `nn.DataParallel` starts a thread for each GPU and
-# enters autocast there without a dtype, so bf16 becomes fp16.
-# <!-- tests/notebooks/test_08g_speed_and_memory.py -->
+# **Why.** Autocast's switch and its dtype belong to one thread. A new thread starts with autocast off and with
+# the default dtype, which is fp16 on CUDA. `nn.DataParallel` starts a thread for each GPU and enters autocast
+# there without a dtype, so bf16 becomes fp16. <!-- tests/notebooks/test_08g_speed_and_memory.py -->
 #
 # **The fix.** Enter autocast with its dtype inside the function that the thread runs, or decorate the
 # model's `forward` with `torch.autocast`. Replace `nn.DataParallel` by `DistributedDataParallel`,
@@ -158,10 +156,6 @@ assert found == (torch.float32, torch.bfloat16)
 assert in_a_thread(lambda: enter_again(dtype=torch.float16)) is torch.float16
 decorated = torch.autocast("cpu", dtype=torch.float16)(lambda: (x @ x.T).dtype)
 assert in_a_thread(decorated) is torch.float16
-
-# %% [markdown]
-# **Notice it earlier.** In `forward`, assert `torch.is_autocast_enabled(device.type)`, and the dtype
-# that `torch.get_autocast_dtype(device.type)` returns.
 
 # %% [markdown]
 # ## Autocast makes the model no faster
@@ -221,7 +215,7 @@ assert (plain.ops, amp.ops, amp.casts) == (5, 16, 11)
 # units. Small layers can become slower, because autocast adds a cast for each weight, bias and fp32 input. If
 # the data loader or the CPU is the bottleneck, faster matmuls change nothing.
 #
-# In the program above, 5 ops became 16. Other causes:
+# Other causes:
 # - **The hardware** has no fast units for this dtype ([known
 #   problems](19_choose_your_precision.ipynb#Known-problems-of-each-device)).
 # - **Autocast casts weights again in each use**: frozen weights, and all weights under
@@ -233,13 +227,10 @@ assert (plain.ops, amp.ops, amp.casts) == (5, 16, 11)
 # - **"fp32" is [really TF32](08h_compile_and_processes.ipynb#TF32-is-set-in-the-old-and-in-the-new-way)**,
 #   or the clock was read [before the GPU had finished](04_fp32_vs_amp.ipynb#How-not-to-measure).
 #
-# **The fix.** Time one step in each precision, on a batch that is already on the GPU. If AMP is faster
-# on this batch, make the data loader faster. If AMP is not faster, use larger batches and a dtype that
-# `amp-lab doctor` reports as fast. For inference, cast the weights once.
-#
-# [Notebook 10](10_speed_ladder.ipynb#Where-AMP-loses) shows at which sizes AMP is faster. For convolutions,
-# also [let cuDNN search](https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html) for the fastest
-# kernel: `torch.backends.cudnn.benchmark = True`.
+# **The fix.** Time one step in each precision, on a batch that is already on the GPU. If AMP is faster on this
+# batch, make the data loader faster. If AMP is not faster, use larger batches and a dtype that `amp-lab doctor`
+# reports as fast. For inference, cast the weights once. [Notebook 10](10_speed_ladder.ipynb#Where-AMP-loses)
+# shows at which sizes AMP is faster.
 #
 # **Not this.** Do not call `model.half()` before training to avoid the casts. fp16 weights lose small updates.
 
@@ -252,10 +243,6 @@ with CountOps() as once:
     small(inputs.bfloat16())
 assert (again.casts, once.casts) == (6, 1)  # the only cast is that of the inputs
 assert torch.tensor(1.0).half() + 1e-4 == 1  # an update of an fp16 weight
-
-# %% [markdown]
-# **Notice it earlier.** Measure one step in each precision before the long run ([notebook
-# 04](04_fp32_vs_amp.ipynb#Time-of-a-training-step)).
 
 # %% [markdown]
 # ## The memory is not halved
@@ -346,9 +333,8 @@ assert torch.tensor(1.0).bfloat16() + 1e-3 == 1  # an update of a bf16 weight
 # words = "no_grad cache_enabled clear_autocast_cache weights twice sampling serving"
 # -->
 #
-# **What you see.** A model needs more memory for inference with autocast than in fp32. The memory grows
-# with each layer, and is freed when the block ends ([a
-# report](https://github.com/huggingface/transformers/issues/8403)).
+# **What you see.** A model needs more memory for inference with autocast than in fp32. The memory grows with
+# each layer ([a report](https://github.com/huggingface/transformers/issues/8403)).
 #
 # **The smallest program that does it.** We run a layer twice inside one block and count the casts. If
 # the second pass makes fewer casts, autocast has kept copies from the first.
@@ -372,15 +358,14 @@ assert freed == 6  # all of them twice
 # %% [markdown]
 # **Why.** The weights stay in fp32, and autocast makes a 16-bit copy of each. Under
 # `torch.no_grad()`, autocast keeps the copies of weights that require a gradient until the block
-# ends. All copies together take at most half as much memory as the weights.
+# ends.
 #
 # **The fix.** Use `torch.inference_mode()` or `torch.autocast(…, cache_enabled=False)`, which keep no
 # copies. A model that only runs inference needs no autocast: cast it once with `model.bfloat16()`,
-# which halves its weights ([notebook 18](18_inference_and_export.ipynb#Ways-to-run-it)). In training, keep the
-# cache on: without it, the backward pass keeps one cast of a weight for each use. <!-- tests/notebooks/test_08g_speed_and_memory.py -->
+# which halves its weights ([notebook 18](18_inference_and_export.ipynb#Ways-to-run-it)).
 #
-# **Not this.** `torch.cuda.empty_cache()` does not free the copies, because autocast still holds them.
-# It [releases only unused
+# **Not this.** `torch.cuda.empty_cache()` does not free the copies, because autocast still holds them: it
+# [releases only unused
 # memory](https://docs.pytorch.org/docs/stable/generated/torch.cuda.memory.empty_cache.html).
 
 # %%
@@ -420,14 +405,11 @@ assert all(p.nbytes == 2 * p.numel() for p in nn.Linear(2, 2).bfloat16().paramet
 # outputs classes odd"""
 # -->
 #
-# **What you see.** A matmul in FP8 raises one of the messages below. In fp16 and bf16 there is no
-# message, but the matmul may be slower than it could be.
+# **What you see.** A matmul in FP8 raises one of the messages below. In fp16 and bf16 there is no message.
 #
 # **The smallest program that does it.** Tensors on the `meta` device have no data, but PyTorch checks
 # their sizes with the rules of CUDA. We multiply in FP8 with an inner size of 100, then with the 50257
-# columns of GPT-2's vocabulary, and last in a grouped matmul, as in a mixture of experts. (CUDA's
-# kernels, [torchao](https://github.com/pytorch/ao/issues/571), [Transformer
-# Engine](https://github.com/NVIDIA/TransformerEngine/issues/1422) and vLLM print other messages.)
+# columns of GPT-2's vocabulary, and last in a grouped matmul, as in a mixture of experts.
 
 
 # %%
@@ -447,20 +429,19 @@ print(message_of(lambda: torch._scaled_grouped_mm(fp8(32, 100), fp8(64, 100).T, 
 
 # %% [markdown]
 # **Why.** Tensor cores read pieces of 16 bytes: 16 numbers in FP8, or 8 in fp16 and bf16. On a GPU, FP8 matmuls
-# refuse other sizes. In fp16 and bf16 other sizes run, but may be slower. Formats with a scale per block
-# may need multiples of the block: 32 in MXFP8, 128 in many FP8 checkpoints.
+# refuse other sizes. In fp16 and bf16 other sizes run, but may be slower.
 #
 # NVIDIA
 # [recommends](https://docs.nvidia.com/deeplearning/performance/dl-performance-matrix-multiplication/index.html#requirements-tc)
 # multiples of 16 bytes, and of 128 bytes on an A100, for inputs, outputs and rows of a linear layer.
-# The number of rows is the batch size times the number of tokens.
 #
-# **The fix.** Pad the vocabulary to a multiple of 64, pad the tokens in the collate function, and drop
-# an incomplete last batch with `drop_last=True`. Or keep the layer in bf16. If [vLLM](https://github.com/vllm-project/vllm/issues/42384) or
-# [SGLang](https://github.com/sgl-project/sglang/issues/3345) refuses the sizes of an FP8 checkpoint, use a smaller tensor-parallel size.
+# **The fix.** Pad the vocabulary to a multiple of 64, pad the tokens in the collate function, and drop an
+# incomplete last batch with `drop_last=True`. Or keep the layer in bf16. If
+# [vLLM](https://github.com/vllm-project/vllm/issues/42384) or
+# [SGLang](https://github.com/sgl-project/sglang/issues/3345) refuses the sizes of an FP8 checkpoint, use a
+# smaller tensor-parallel size.
 #
-# When it trains from scratch, nanoGPT pads [50257 to
-# 50304](https://github.com/karpathy/nanoGPT/blob/master/model.py). The logits of real tokens stay the same. Ignore the logits of the padding tokens before you choose a token.
+# The logits of real tokens stay the same. Ignore the logits of the padding tokens before you choose a token.
 
 # %%
 padded = math.ceil(50257 / 64) * 64
@@ -499,10 +480,11 @@ torch.testing.assert_close(larger(x)[:, :5], head(x))
 # without 80GB 24GB"""
 # -->
 #
-# **What you see.** A step raises `torch.OutOfMemoryError: CUDA out of memory. Tried to allocate …`.
-# Older versions raise `torch.cuda.OutOfMemoryError`, which is the same class. On other devices the
-# message begins with `HIP`, `XPU` or `MPS backend` (from PyTorch's source for [CUDA and
-# HIP](https://github.com/pytorch/pytorch/blob/main/c10/cuda/CUDACachingAllocator.cpp), [XPU](https://github.com/pytorch/pytorch/blob/main/c10/xpu/XPUCachingAllocator.cpp) and [MPS](https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/mps/MPSAllocator.mm)).
+# **What you see.** A step raises `torch.OutOfMemoryError: CUDA out of memory. Tried to allocate …`. On other
+# devices the message begins with `HIP`, `XPU` or `MPS backend` (from PyTorch's source for [CUDA and
+# HIP](https://github.com/pytorch/pytorch/blob/main/c10/cuda/CUDACachingAllocator.cpp),
+# [XPU](https://github.com/pytorch/pytorch/blob/main/c10/xpu/XPUCachingAllocator.cpp) and
+# [MPS](https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/mps/MPSAllocator.mm)).
 #
 # **The smallest program that does it.** `forecast_memory` counts the bytes of a step without running
 # it. We assume a GPU with 24 MiB of memory.
@@ -523,13 +505,12 @@ assert torch.cuda.OutOfMemoryError is torch.OutOfMemoryError
 # %% [markdown]
 # **Why.** The peak of a step does not fit into GPU memory. Weights and Adam's state stay there all the time,
 # activations until `backward`, gradients from then on, and other processes need memory too (see
-# `nvidia-smi`). A resumed run can fail if `torch.load` puts the checkpoint onto the GPU too. Evaluation can fail if your code builds a graph or collects outputs.
+# `nvidia-smi`).
 #
 # Where the error appears suggests what is too large:
 # - **In the forward or backward pass**: the activations, so the batch, image or sequence is too large.
 # - **In the first `optimizer.step()`**: the optimizer state, which Adam allocates there.
-# - **After many steps, or in evaluation**: [memory
-#   grows](#Memory-grows-with-each-step-or-in-evaluation).
+# - **After many steps, or in evaluation**: [memory grows](#Memory-grows-with-each-step-or-in-evaluation).
 # - **Only after resuming**: the checkpoint is on the GPU.
 # - **With much memory reserved but unallocated**: the memory is fragmented. Set
 #   `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True` ([other
@@ -539,31 +520,14 @@ assert torch.cuda.OutOfMemoryError is torch.OutOfMemoryError
 # also use gradient checkpointing. Load checkpoints with `map_location="cpu"`. `amp-lab memory my_model.py:MODEL
 # --input 8,3,224,224 --memory 24GiB` forecasts the largest batch and how much other settings save.
 #
-# The accumulated gradients equal those of the large batch up to rounding, if the small batches have one size and the model
-# has no batch normalisation and no dropout. ([More on the forecast](../docs/your_model.md#does-training-fit-into-memory).)
-#
-# **Not this.** `torch.cuda.empty_cache()` in each step gives your process no
-# more memory, because PyTorch [already reuses what it has
+# **Not this.** `torch.cuda.empty_cache()` in each step gives your process no more memory, because PyTorch
+# [already reuses what it has
 # cached](https://docs.pytorch.org/docs/stable/generated/torch.cuda.memory.empty_cache.html).
 
-
 # %%
-def gradient_of(batches):
-    """The gradient of the mean loss over batches of one size."""
-    wide.zero_grad()
-    for batch in batches:
-        (wide(batch).square().mean() / len(batches)).backward()
-    return wide[0].weight.grad.clone()
-
-
 fits = largest_batch(wide, (512,), memory_bytes=memory, precision="bf16")
 print(f"{fits} examples fit")
 assert peak_of(fits) <= memory < peak_of(fits + 1)
-large = torch.randn(8, 512)
-torch.testing.assert_close(gradient_of(large.split(4)), gradient_of([large]))
-
-# %% [markdown]
-# **Notice it earlier.** Run `amp-lab memory` before you rent the GPU.
 
 # %% [markdown]
 # ## Memory grows with each step or in evaluation
@@ -623,14 +587,11 @@ assert losses > numbers == 0
 # **Why.** A loss or an output that you keep holds its graph, and the graph holds all activations of its batch.
 # Without a graph the outputs alone can fill the memory: logits have batch size x tokens x vocabulary numbers.
 #
-# `loss.backward()` frees the activations. So `total_loss += loss` after the backward pass keeps little,
-# but in an evaluation without `no_grad` it keeps everything.
-#
 # **The fix.** Evaluate under `torch.inference_mode()`, add up `loss.item()`, and keep
 # `logits.argmax(-1).cpu()` in place of the logits. In transformers' Trainer set
 # `eval_accumulation_steps`, or reduce the logits in `preprocess_logits_for_metrics`.
 #
-# **Not this.** `model.eval()` alone still builds a graph. It changes only layers such as dropout.
+# **Not this.** `model.eval()` alone still builds a graph.
 
 # %%
 assert held_by(lambda logits: logits.mean().backward() or logits) == 0
