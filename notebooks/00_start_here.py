@@ -57,8 +57,7 @@ assert 2 * half.nbytes == full.nbytes
 
 # %% [markdown]
 # `x` and `weight` are still fp32, but the result under autocast has half as many bytes. Matrix
-# multiplications can also be [much faster](https://docs.pytorch.org/docs/stable/amp.html) in 16 bits. AMP
-# uses these advantages, and keeps fp32 where fewer bits would harm training.
+# multiplications can also be [much faster](https://docs.pytorch.org/docs/stable/amp.html) in 16 bits.
 #
 # ## A network and some data
 #

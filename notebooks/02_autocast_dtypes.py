@@ -9,7 +9,7 @@
 # %% [markdown]
 # # Predict the dtype of every op under autocast
 #
-# **What you'll do.** Find out, op by op, which dtype an op returns under `torch.autocast`. Follow the
+# **What you'll do.** Find out which dtype an op returns under `torch.autocast`. Follow the
 # casts through a forward and a backward pass, switch autocast off for one region, and make a function of
 # your own follow the same rules. At the end, compare the rules of a CPU with those of CUDA.
 #
@@ -75,7 +75,7 @@ assert defaults == [torch.bfloat16] + [torch.float16] * 3
 # |---|---|---|
 # | lower precision | casts the inputs to `low` | `linear`, `conv2d`, `matmul` |
 # | fp32 | casts the inputs to fp32, or passes `dtype=torch.float32` to the op | most losses; on a GPU also `exp`, `softmax` and `layer_norm` |
-# | promote | casts the inputs to fp32 if one of them is fp32; otherwise they stay in `low` | a few ops that combine tensors, such as `index_copy` and `cat` on a CPU |
+# | promote | casts the inputs to fp32 if one of them is fp32 | a few ops that combine tensors, such as `index_copy` and `cat` on a CPU |
 # | (not on the list) | nothing: the op runs in the dtype of its inputs | `relu`, `add`, `mean` |
 #
 # You can predict the dtype of an op with three questions, in this order:
@@ -297,7 +297,7 @@ print(error_of(output.float().sum().backward))
 # For a function that works in one dtype only, `custom_fwd` has the argument
 # [`cast_inputs`](https://docs.pytorch.org/docs/stable/amp.html#torch.amp.custom_fwd).
 #
-# We decorate the methods of `Product`. In your code, write the decorators with `@`.
+# We decorate the methods of `Product`.
 
 
 # %%

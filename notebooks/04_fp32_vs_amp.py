@@ -132,7 +132,7 @@ def step_amp(model, optimizer, scaler, dtype):
 # %% [markdown]
 # A run needs a network, an optimizer and, for AMP, one scaler. We enable the scaler for fp16 only.
 #
-# The FP32 baseline needs care. By default, PyTorch lets a recent NVIDIA GPU [run fp32 convolutions in
+# By default, PyTorch lets a recent NVIDIA GPU [run fp32 convolutions in
 # TF32](https://docs.pytorch.org/docs/stable/notes/cuda.html#tensorfloat-32-tf32-on-ampere-and-later-devices).
 # So we run each step in a block of `float32_mode`. The block turns TF32 off for `Precision.FP32`, and on
 # for `Precision.TF32`.
@@ -212,7 +212,7 @@ print(f"the seeds of fp32 differ by up to {(fp32_final.max() - fp32_final.min())
 # difference that is smaller than the spread may be chance. To find a smaller difference, subtract the losses
 # of two runs with the same seed, as in the third exercise.
 #
-# Is this loss low enough? We let the networks of the first seed draw the picture.
+# We let the networks of the first seed draw the picture.
 
 
 # %% tags=["nbval-ignore-output"]
@@ -282,8 +282,8 @@ assert inference_flops < 0.5 * training_flops  # the backward pass is most of a 
 #
 # ## Memory of a training step
 #
-# Most of the memory of *this* step holds tensors that autograd saves for the backward pass.
-# `saved_bytes` measures their size on any device, with [hooks that see each saved
+# Autograd saves tensors for the backward pass. `saved_bytes` measures their size on any device, with [hooks
+# that see each saved
 # tensor](https://docs.pytorch.org/tutorials/intermediate/autograd_saved_tensors_hooks_tutorial.html). On
 # a GPU, `measure` also reads the peak of the memory in the whole step, if PyTorch's allocator keeps
 # statistics there. <!-- tests/core/test_timing.py -->
@@ -547,6 +547,3 @@ exercises.check_memory_share(memory_share)
 #   in PyTorch's own tutorial.
 # - [PyTorch benchmark recipe](https://docs.pytorch.org/tutorials/recipes/recipes/benchmark.html):
 #   how `torch.utils.benchmark` measures.
-# - [TF32 on NVIDIA
-#   GPUs](https://docs.pytorch.org/docs/stable/notes/cuda.html#tensorfloat-32-tf32-on-ampere-and-later-devices):
-#   what is on by default.
