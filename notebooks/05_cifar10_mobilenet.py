@@ -219,8 +219,7 @@ assert all((loss[:, -1] < 0.5 * loss[:, 0]).all() for loss in losses.values())  
 
 # %% [markdown]
 # Each line is the mean over three seeds. The band around a line reaches from the lowest to the highest
-# result of the seeds. The bands overlap in nearly every epoch, so two seeds differ about as much as two
-# precisions.
+# result of the seeds.
 #
 # ## Is the accuracy the same?
 #

@@ -10,8 +10,7 @@
 # # Train a ResNet-50 on twice the batch in the same memory
 #
 # **What you'll do.** Train a new last layer (the *head*) on a frozen ResNet-50, in FP32 and with AMP.
-# Then count the memory of a training step, tensor by tensor. The count shows why a GPU with 6 GB runs
-# out of memory at batch 512 in FP32, but not with AMP.
+# Then count the memory of a training step, tensor by tensor.
 #
 # **What you'll learn.**
 # - how much memory you save by freezing the *backbone* (all layers before the head), and which numbers

@@ -178,8 +178,6 @@ xray(net, images, device_type="cuda")
 # matmuls and convolutions, and `work in` is the dtype of this work. `other ops in` is the dtype of all
 # other ops. <!-- tests/tracing/test_xray_result.py -->
 #
-# "Look at" lists advice.
-#
 # ## Three models, three backends
 #
 # Do the backends run the same model in the same dtypes? We compare a ResNet-50, a GPT with twelve blocks

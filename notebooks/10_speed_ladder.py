@@ -329,8 +329,7 @@ _ = figures.roofline(roofs, limits.memory_bytes_per_s, points)
 # %% [markdown]
 # AMP's point lies to the right of the FP32 point, because AMP moves fewer bytes for the same FLOPs.
 #
-# On the CPU of this run, both points lie below their line. One reason is that our step does not compute
-# and move data at the same time.
+# On the CPU of this run, both points lie below their line.
 #
 # A faster precision raises the flat part of the line, but not the slope.
 #
@@ -405,7 +404,7 @@ _ = figures.speedup_over_size(config["sizes"], {str(low): by_size})
 #   step.
 # - A 16-bit precision makes matmuls faster on hardware that supports it.
 # - Channels last, a fused optimizer, not reading the loss and `torch.compile` take a line or two each.
-#   Each helps on some devices and not on others, so time them on yours.
+#   Time them on your device.
 # - [AMP gains nothing](#Where-AMP-loses) without matmuls. AMP makes a step slower if the step has many
 #   small ops, or if the hardware emulates the precision.
 # - On a Linux CPU, call `keep_memory` before you compare precisions.

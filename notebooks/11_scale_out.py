@@ -158,8 +158,8 @@ def join(device_type):
 # ## DDP
 #
 # With [DDP](https://docs.pytorch.org/docs/stable/notes/ddp.html), every rank has the whole model. DDP
-# averages each gradient over all ranks while `backward` computes the next ones. Only the marked lines are
-# new. Autocast stays where it was. <!-- tests/notebooks/test_11_scale_out.py -->
+# averages each gradient over all ranks while `backward` computes the next ones. Only the marked lines
+# are new. <!-- tests/notebooks/test_11_scale_out.py -->
 #
 # The gradients are fp32, so DDP sends them in fp32. A [communication
 # hook](https://docs.pytorch.org/docs/stable/ddp_comm_hooks.html) can cast them first, here to bf16.
@@ -202,10 +202,11 @@ def train_ddp(config, data, dtype, device, sums_in=torch.float32):
 # %% [markdown]
 # ## FSDP2
 #
-# [FSDP2](https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html) divides the model: it cuts
-# each parameter into n *shards*. Each rank holds one shard of the weight, of its gradient and of the
-# optimizer state. FSDP2 gathers the whole weights of a layer for its forward pass, and again for its
-# backward pass. Then it averages the gradients, and each rank keeps its shard of the average.
+# [FSDP2](https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html) divides the model: it
+# cuts each parameter into n *shards*. Each rank holds one shard of the weight, of its gradient and of
+# the optimizer state. By default, FSDP2 gathers the whole weights of most layers for the forward pass,
+# and again for the backward pass. Then it averages the gradients, and each rank keeps its shard of the
+# average.
 #
 # You choose the precision with a
 # [`MixedPrecisionPolicy`](https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html):
@@ -327,7 +328,7 @@ for name, found in tries[most].items():
 _ = figures.sent_bytes(bars, most)
 
 # %% [markdown]
-# Each bar shows the bytes that a rank sends in a step.
+# Each bar shows the bytes that a rank sends in a step. The next cell checks these ratios:
 #
 # - **Autocast** does not change what DDP sends, because fp32 weights have fp32 gradients.
 # - A bf16 **hook** halves the bytes.
@@ -338,8 +339,6 @@ _ = figures.sent_bytes(bars, most)
 #
 # [The first cell](#The-idea-in-five-lines) showed that sums in bf16 lose more precision with more ranks.
 # So send weights in bf16, and sum gradients in fp32.
-#
-# The next cell checks these ratios.
 
 # %%
 sent = {name: sum(size for *_, size in parts) for name, parts in bars.items()}
