@@ -249,9 +249,6 @@ assert "No inf checks were recorded for this optimizer." in message
 # and ops without a derivative, such as `argmax`, disconnect the loss from the parameters.
 # <!-- tests/notebooks/test_08c_scaler.py -->
 #
-# With a fused optimizer, only `update` raises an error: `No inf checks were recorded prior to
-# update.` <!-- tests/notebooks/test_08c_scaler.py -->
-#
 # **The fix.** Call `scaler.step` only for optimizers whose parameters have gradients. If no optimizer steps,
 # leave out `scaler.update()` too. If the parameters without gradients should be trained, build the optimizer
 # from the parameters of the model that computes the loss. Do not convert the loss to a number: combine losses
@@ -352,11 +349,6 @@ assert len(set(messages.values())) == 7
 # %%
 call("unscale_", "step", "update")
 _ = pickle.dumps(call("step", "update"))
-
-# %% [markdown]
-# **Notice it earlier.** Check that every iteration calls `scale`. If only a later iteration leaves out
-# `scale`, the scaler raises no error. It still divides the gradients of that iteration, so they are much too
-# small. <!-- tests/notebooks/test_08c_scaler.py -->
 
 # %% [markdown]
 # ## The optimizer steps without the scaler

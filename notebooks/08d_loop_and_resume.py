@@ -89,8 +89,6 @@ assert moved < 2e-5
 # **Why.** The gradients were clipped while they were still multiplied by the loss scale, such as
 # 65536. `scaler.step` divides them by the scale afterwards, so they become almost zero.
 #
-# `clip_grad_value_` has the same effect. <!-- tests/notebooks/test_08d_loop_and_resume.py -->
-#
 # **The fix.** Call `scaler.unscale_(optimizer)` after the backward pass and before you clip or log gradients.
 
 # %%
@@ -241,10 +239,6 @@ with torch.autocast("cpu", dtype=torch.bfloat16):
     assert not torch.equal(model(x), before)
 
 # %% [markdown]
-# **Notice it earlier.** Train on one batch for a few steps: the loss should change, unless the scaler skips
-# the step or the learning rate is 0.
-
-# %% [markdown]
 # ## After resuming the loss jumps or is NaN
 #
 # `AMP0046` <!-- failure
@@ -296,8 +290,7 @@ assert with_new > 10 * with_saved
 # its first step. A new `GradScaler` starts at 65536, so the first steps may overflow and are skipped.
 #
 # Other causes: <!-- tests/notebooks/test_08d_loop_and_resume.py -->
-# - The weights were saved with `.half()`. The weights lost digits, and a running variance above 65504
-#   became infinite.
+# - The weights were saved with `.half()`. A running variance above 65504 became infinite.
 # - The *optimizer's* state was saved in 16 bits. Adam's `step` is a tensor too: in bf16, 301 is rounded to
 #   300. Before you load such a file, set `step` to the true number in fp32.
 # - The NaN was in the checkpoint already, often in [buffers of batch
@@ -399,9 +392,6 @@ for dtype in (torch.float16, torch.float32):
     assert weight.isfinite().all() == (dtype is torch.float32)
 
 # %% [markdown]
-# If your own optimizer keeps fp32 state for 16-bit weights ([notebook 16](16_low_precision_state.ipynb)), put
-# the saved tensors into `optimizer.state` after loading. <!-- tests/notebooks/test_08d_loop_and_resume.py -->
-#
 # **Notice it earlier.** After loading, compare the dtypes of the weights and of the optimizer's state.
 
 # %% [markdown]

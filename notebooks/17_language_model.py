@@ -184,9 +184,8 @@ print(f"two seeds in fp32 differ by up to {between_seeds:.2g}")
 # ## The loss over a large vocabulary
 #
 # The vocabulary of Llama 3 has [128,256
-# entries](https://github.com/pytorch/torchtune/blob/main/torchtune/models/llama3/_model_builders.py). With
-# many tokens in a batch, the logits can be the largest tensor of the step. At the peak of the backward pass,
-# four tensors of this shape are in memory:
+# entries](https://github.com/pytorch/torchtune/blob/main/torchtune/models/llama3/_model_builders.py). At the
+# peak of the backward pass, four tensors with the shape of the logits are in memory:
 #
 # - the logits in bf16, which the model returns;
 # - the log-softmax in fp32;
@@ -248,13 +247,11 @@ print(f"fp32 logits: {1024 * 8000 * 4 / 2**20:.1f} MiB, one chunk: {64 * 8000 * 
 # - **fp32 for the adapters**, because bf16 would lose small updates ([notebook
 #   16](16_low_precision_state.ipynb)).
 #
-# peft is the LoRA library of Hugging Face. For a 16-bit base, it also creates adapters in fp32, unless you pass
-# `autocast_adapter_dtype=False`.
+# For a 16-bit base, peft also creates adapters in fp32, unless you pass `autocast_adapter_dtype=False`.
 # <!-- tests/notebooks/test_17_language_model.py -->
 #
-# Under bf16 autocast, the adapters' matmuls run in bf16 like all others. Without autocast, they run in
-# fp32. Then the adapter's input has to be cast up to fp32, and its output back to the dtype of the base's
-# output: <!-- tests/notebooks/test_17_language_model.py -->
+# Without autocast, the adapter's input has to be cast up to fp32, and its output back to the dtype of the
+# base's output: <!-- tests/notebooks/test_17_language_model.py -->
 
 
 # %%
@@ -321,8 +318,8 @@ assert dtypes["blocks.0.qkv"] == dtypes["blocks.1"] == torch.bfloat16  # no fp32
 #
 # ### What merging loses
 #
-# Merging adds the update to the weight, so that inference needs no adapter. If you store the sum in
-# bf16, each value is rounded. How much of the update survives depends on its size.
+# Merging adds the update to the weight, so that inference needs no adapter. If you store the sum in bf16,
+# each value is rounded.
 #
 # We take the layer `up` of the second block's MLP, and scale its update to four sizes: as large as the weight
 # (by their norms), and 100, 1000 and 10,000 times smaller. For each size, we count the values of the weight
@@ -389,8 +386,8 @@ assert abs(in_bf16 - in_fp32) < 0.01
 # bf16 changes their order. Here the gaps were at most 0.026, and bf16 moved a logit by up to 0.033. The rest
 # of the text then differs, because each character depends on those before it.
 #
-# But the model is not worse in bf16: the test loss is nearly the same. So compare models by their loss, or
-# by how often they choose the same next token. Do not compare whole texts.
+# But the model is not worse in bf16: the test loss is nearly the same. So compare models by their loss, or by
+# how often they choose the same next token.
 #
 # Two texts can also diverge within one precision, because a matmul of a different shape may add in a
 # different order. For example, the logits change slightly with the length of the text. We compute the logits of
@@ -414,9 +411,8 @@ for name, limit in (("fp32", 1e-3), ("bf16", 0.5)):
 # `amp-lab diff --batch-sizes` shows whether the results of two batch sizes differ by more than rounding.
 # <!-- tests/difference/test_first_difference.py -->
 #
-# **The cache** has a dtype too. If a Llama model of transformers has fp32 weights and runs under
-# autocast, it rotates the keys with fp32 cosines. Its cache is then fp32 and takes twice the memory of a bf16
-# cache. So for generation, use a model in bf16 without autocast.
+# If a Llama model of transformers has fp32 weights and runs under autocast, its **cache** of keys and values
+# is fp32 and takes twice the memory of a bf16 cache. So for generation, use a model in bf16 without autocast.
 # <!-- tests/notebooks/test_17_language_model.py -->
 #
 # ## Summary
@@ -566,8 +562,6 @@ exercises.check_merge(merge)
 #
 # - E. Hu et al., [LoRA](https://arxiv.org/abs/2106.09685), 2021.
 # - J. Su et al., [RoFormer: rotary embeddings](https://arxiv.org/abs/2104.09864), 2021.
-# - [scaled_dot_product_attention](https://docs.pytorch.org/docs/stable/generated/torch.nn.functional.scaled_dot_product_attention.html),
-#   and which kernel takes what.
 # - [Liger Kernel](https://github.com/linkedin/Liger-Kernel): the loss without all logits at once.
 # - H. He, [Defeating nondeterminism in LLM
 #   inference](https://thinkingmachines.ai/blog/defeating-nondeterminism-in-llm-inference/), 2025:

@@ -270,8 +270,8 @@ assert off["compiled"] <= off["eager"]
 # ## Export
 #
 # `torch.export` writes a model as a graph that needs no Python, for
-# [AOTInductor](https://docs.pytorch.org/docs/stable/torch.compiler_aot_inductor.html) (a library for
-# C++), ONNX or mobile runtimes. Does the graph keep autocast? We export a layer inside an autocast block:
+# [AOTInductor](https://docs.pytorch.org/docs/stable/torch.compiler_aot_inductor.html) (a library for C++),
+# ONNX or mobile runtimes. Does the graph keep autocast? We export a layer inside an autocast block:
 
 # %%
 layer, x = nn.Linear(256, 256), torch.randn(4, 256)
@@ -285,8 +285,8 @@ assert program.module()(x).dtype is torch.float32
 # contains the autocast block, the graph keeps it for the device type that it names. The weights in the file
 # are still fp32. <!-- tests/notebooks/test_18_inference_and_export.py -->
 #
-# So **cast first**: the graph then has bf16 weights and ops. We save the program and load it again.
-# (The example has two images. If you export with one image, the program accepts only a batch of 1.)
+# So **cast first**: the graph then has bf16 weights and ops. We save the program and load it again. (If you
+# export with one image, the program accepts only a batch of 1.)
 # <!-- tests/notebooks/test_18_inference_and_export.py -->
 
 # %% tags=["nbval-ignore-output"]
@@ -372,9 +372,7 @@ assert far["fp8-rowwise"] < far["nvfp4"]
 #   changes. Compiled code can round less often than eager mode.
 # - Autocast around `torch.export.export` is lost: cast first, then export, then compare.
 #
-# The output of an image can also depend on its batch: see [notebook
-# 17](17_language_model.ipynb#The-same-prompt,-another-text). If something else is wrong with the outputs,
-# look it up in [notebook 08](08_when_amp_breaks.ipynb).
+# If something is wrong with the outputs, look it up in [notebook 08](08_when_amp_breaks.ipynb).
 #
 # ## Exercises
 #
@@ -509,7 +507,4 @@ exercises.check_fold(fold)
 # - [`torch.compile` and recompilation](https://docs.pytorch.org/docs/stable/torch.compiler.html).
 # - [`torch.export`](https://docs.pytorch.org/docs/stable/export.html), and
 #   [AOTInductor](https://docs.pytorch.org/docs/stable/torch.compiler_aot_inductor.html).
-# - Thinking Machines, [Defeating Nondeterminism in LLM
-#   Inference](https://thinkingmachines.ai/blog/defeating-nondeterminism-in-llm-inference/), 2025:
-#   kernels whose results do not depend on the batch.
 # - [torchao's quantised inference](https://github.com/pytorch/ao/tree/main/torchao/quantization).
