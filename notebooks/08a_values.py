@@ -121,14 +121,10 @@ torch.testing.assert_close(loss_in(torch.bfloat16, model), exact, rtol=0.05, ato
 torch.testing.assert_close(loss_in(torch.float16, repaired), exact, rtol=0.01, atol=0)  # 11 bits
 
 # %% [markdown]
-# **Not this.** Do not clamp the activations to 65504: the loss becomes finite but wrong, and clamped values
-# get no gradient.
+# **Not this.** Do not clamp the activations to 65504: the loss becomes finite but wrong.
 
 # %%
-h = torch.tensor([150_000.0], requires_grad=True)
-clamped = h.half().clamp(max=65504)
-clamped.sum().backward()
-assert (clamped.item(), h.grad.item()) == (65504, 0)
+assert torch.tensor(150_000.0).half().clamp(max=65504) == 65504
 
 # %% [markdown]
 # **Notice it earlier.** `find_nonfinite` names the op and the module. If the loss is also NaN without autocast,
@@ -160,7 +156,7 @@ assert finder.report.module == "0"
 # -->
 #
 # **What you see.** `masked_fill`, `full`, `clamp` or `pad` raises `value cannot be converted to type c10::Half
-# without overflow` (older versions say `at::Half`). In other cases there is no message, but attention is NaN.
+# without overflow`. In other cases there is no message, but attention is NaN.
 #
 # **The smallest program that does it.** We mask attention scores with -1e9, once by filling and once by
 # adding. Even `torch.finfo(torch.float32).min` is outside the range of bf16.
@@ -215,8 +211,7 @@ assert (torch.tensor([-16.0, -15.0]).half() + lowest).isinf().tolist() == [True,
 # words = "key_padding_mask src_key_padding_mask left padding fully masked softmax sdpa scaled_dot_product_attention attn_mask causal empty sequence bert gemma batched prefill"
 # -->
 #
-# **What you see.** Attention returns NaN for padded positions, in every dtype. Then the loss or the
-# gradients are NaN.
+# **What you see.** Attention returns NaN for padded positions. Then the loss or the gradients are NaN.
 #
 # **The smallest program that does it.** All keys are masked for the first of two positions.
 
@@ -354,8 +349,8 @@ assert rescale(h.half())[1].isnan().all()
 assert torch.tensor(1e-8).half() == 0
 
 # %% [markdown]
-# **Why.** The smallest positive number of fp16 is 6e-8. Every epsilon below 3e-8, such as 1e-8 or
-# 1e-12, rounds to zero. So the epsilon no longer prevents a division by zero.
+# **Why.** The smallest positive number of fp16 is 6e-8, so an epsilon of 1e-8 or 1e-12 rounds to zero. The epsilon
+# then no longer prevents a division by zero.
 #
 # `F.normalize`, with its epsilon of 1e-12, fails in the same way on the CPU.
 #

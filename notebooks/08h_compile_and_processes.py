@@ -144,8 +144,7 @@ broken = torch._dynamo.explain(lambda h: scaler.scale(h.sum()))(x)
 assert len(broken.break_reasons) == 1
 
 # %% [markdown]
-# **Why.** `torch.compile` does not trace the function that the message names. PyTorch excludes the whole
-# file of `GradScaler` from tracing.
+# **Why.** `torch.compile` does not trace the function that the message names.
 #
 # **The fix.** Compile the model, or the function that computes the loss, including autocast. Call
 # `scale`, `unscale_`, `step` and `update` outside the compiled function.
@@ -174,9 +173,9 @@ assert scaler.scale(loss_of(x)) == 3 * scaler.get_scale()
 # words = "mkldnn oneDNN AVX512 avx512_bf16 recurrent ocr"
 # -->
 #
-# **What you see.** `nn.LSTM` with an fp32 input under `torch.autocast("cpu")` raises
+# **What you see.** On some CPUs, `nn.LSTM` with an fp32 input under `torch.autocast("cpu")` raises
 # `could not create a primitive descriptor for the LSTM forward propagation primitive`.
-# The same program may run on another machine. `nn.GRU` and `nn.RNN` do not fail. <!-- tests/core/test_cpu.py -->
+# `nn.GRU` and `nn.RNN` do not fail. <!-- tests/core/test_cpu.py -->
 #
 # **The smallest program that does it.** We run an LSTM in both 16-bit formats.
 
@@ -256,9 +255,9 @@ assert all("mix of the legacy and new APIs" in message for message in messages)
 # switch](19_choose_your_precision.ipynb#What-fp32-means). Setting a new name does not change the old
 # one, so reading the old name raises an error when the two contradict each other.
 #
-# **The fix.** Set TF32 for matmuls with `torch.set_float32_matmul_precision`, and for convolutions with
-# `torch.backends.cudnn.allow_tf32`: both settings change the old and the new name. Do not set
-# `fp32_precision` while any library reads the old names.
+# **The fix.** Set TF32 for matmuls with `torch.set_float32_matmul_precision`, which changes the old and the new
+# name, and for convolutions with `torch.backends.cudnn.allow_tf32`. Do not set `fp32_precision` while any library
+# reads the old names.
 
 # %%
 for mode, new_name, is_tf32 in (("high", "tf32", True), ("highest", "ieee", False)):
