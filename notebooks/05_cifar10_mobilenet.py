@@ -539,9 +539,8 @@ exercises.check_superfluous(superfluous)
 # ```
 #
 # A disabled scaler has no state. Without dropout, nothing draws from the random states once the run has
-# begun, because the order of the images depends only on the seed and the epoch. (A `DataLoader` that
-# shuffles would draw from them.) Save both all the same. This costs little, and the checkpoint stays
-# complete if you later add dropout or train in fp16.
+# begun, because the order of the images depends only on the seed and the epoch. Save both all the same.
+# This costs little, and the checkpoint stays complete if you later add dropout or train in fp16.
 # <!-- tests/notebooks/test_05_cifar10_mobilenet.py -->
 #
 # </details>

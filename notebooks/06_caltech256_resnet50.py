@@ -506,5 +506,5 @@ exercises.check_halved(halved)
 #   the caching allocator works, and how to inspect it.
 # - [Fake
 #   tensors](https://docs.pytorch.org/docs/stable/user_guide/torch_compiler/torch.compiler_fake_tensor.html),
-#   and [extending PyTorch](https://docs.pytorch.org/docs/stable/notes/extending.html): the two modes that
-#   we used. Their modules have an underscore in their names, so they may move.
+#   and [extending PyTorch](https://docs.pytorch.org/docs/stable/notes/extending.html): the two modes
+#   that we used.

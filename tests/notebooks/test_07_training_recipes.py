@@ -285,16 +285,19 @@ def test_a_checkpoint_runs_again_in_the_state_of_autocast_of_its_first_run():
     assert states == [True, False, True]
 
 
-@pytest.mark.filterwarnings("ignore")  # that asks to choose between the two kinds of checkpoint
 def test_an_optimizer_that_has_other_parameters_too_hides_a_part_without_gradients():
+    """Without `use_reentrant`, which a warning asks for, `checkpoint` is of the older kind."""
     model, optimizer, scaler = notebook()["new_run"]()
     before = model[0].weight.detach().clone()
     with torch.autocast("cpu", dtype=torch.float16):
-        hidden = checkpoint(model[:2], torch.ones(2, 8), use_reentrant=True)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            hidden = checkpoint(model[:2], torch.ones(2, 8))
         loss = model[2](hidden).float().sum()
     scaler.scale(loss).backward()
     scaler.step(optimizer)
     scaler.update()
+    assert any("use_reentrant" in str(warning.message) for warning in caught)
     assert model[0].weight.grad is None
     assert torch.equal(model[0].weight, before)
     assert model[2].weight.grad is not None
