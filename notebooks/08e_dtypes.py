@@ -103,8 +103,8 @@ def refusals(calls, *inputs):
 # words = "linear matmul bmm baddbmm einsum tensordot conv2d lerp huber_loss mse_loss bce criterion head"
 # -->
 #
-# **What you see.** An op after the autocast block raises one of these errors. An error of a layer names the
-# dtype of the input first and the dtype of the weights second: <!-- tests/notebooks/test_08e_dtypes.py -->
+# **What you see.** An op after the autocast block raises one of these errors. The first message names the dtype
+# of the input first and the dtype of the weights second: <!-- tests/notebooks/test_08e_dtypes.py -->
 # - `mat1 and mat2 must have the same dtype, but got Half and Float`
 # - `expected scalar type Half but found Float`
 # - `Found dtype Float but expected Half`, raised by the backward pass of a loss
@@ -224,12 +224,12 @@ for dtype in HALF:
     assert len(messages) == len(layers())
 
 # %% [markdown]
-# **Why.** The weights are in half precision, and the input is in fp32. Without autocast, a layer does not
-# convert its input.
+# **Why.** The weights are in half precision, and the input is in fp32. Without autocast, these layers do not
+# convert their input.
 #
-# If the input is in half precision too, look for an fp32 tensor inside the model, such as a table of positions. If `+`, `*`,
-# `torch.cat`, `torch.stack` or `torch.where` combines an fp32 tensor with a half-precision tensor, the result is fp32,
-# unless the fp32 tensor has no dimensions (a single number).
+# If the input is in half precision too, look for an fp32 tensor inside the model, such as a table of positions.
+# If `+`, `torch.cat`, `torch.stack` or `torch.where` combines an fp32 tensor with a half-precision tensor, the
+# result is fp32, unless the fp32 tensor has no dimensions (a single number).
 #
 # On a CPU, `BatchNorm`, `LayerNorm` and `GroupNorm` with half-precision weights raise the error for an fp32
 # input even inside an autocast block. <!-- tests/notebooks/test_08e_dtypes.py -->
@@ -328,8 +328,9 @@ assert len(refusals([lambda write=write: filled(write) for write in WRITES])) ==
 # `masked_scatter`, `scatter` and `index_add` return a new tensor. They raise the error too, because
 # autocast has no rule for these three ops. <!-- tests/notebooks/test_08e_dtypes.py -->
 #
-# Writing an fp32 tensor into a half-precision buffer raises the error too. The fp32 tensor is often a
-# parameter, such as the embedding of a mask token. <!-- tests/notebooks/test_08e_dtypes.py -->
+# Writing an fp32 tensor into a half-precision buffer with one of these ops raises the error too. The fp32
+# tensor is often a parameter, such as the embedding of a mask token.
+# <!-- tests/notebooks/test_08e_dtypes.py -->
 #
 # **The fix.** Cast the values `f` that you write into the buffer: `buffer[i] = f.to(buffer.dtype)`. Or create
 # the buffer in the dtype of the values, with `f.new_zeros(shape)`.

@@ -292,9 +292,9 @@ print(message_of(lambda: torch.autocast(torch.device("cpu"))))
 print(warnings_of(lambda: torch.autocast("mps", dtype=torch.float32)))
 
 # %% [markdown]
-# **Why.** `torch.autocast` takes the type of a device, such as `"cuda"`, `"cpu"`, `"mps"` or `"xpu"`. The
-# dtype has to be fp16 or bf16. With another dtype, autocast warns and switches itself off. Only CUDA also
-# accepts fp32. <!-- tests/notebooks/test_08f_ops_and_devices.py -->
+# **Why.** `torch.autocast` takes the type of a device, such as `"cuda"`, `"cpu"`, `"mps"` or `"xpu"`. The dtype
+# has to be fp16 or bf16. With another dtype, autocast warns and switches itself off. Of these four devices,
+# only CUDA also accepts fp32. <!-- tests/notebooks/test_08f_ops_and_devices.py -->
 #
 # On AMD's GPUs the type is [`"cuda"`](https://docs.pytorch.org/docs/stable/notes/hip.html), not `"hip"`. MPS
 # has autocast for fp16 from torch 2.5 on, and for bf16 from 2.6 on
@@ -435,7 +435,7 @@ if torch.cuda.is_available():
 # layer before. cuFFT has fp16 kernels only for sizes that are powers of two. A CPU has no 16-bit FFT
 # kernels. <!-- tests/notebooks/test_08f_ops_and_devices.py -->
 #
-# `torch.stft` calls the same kernels. On CUDA its results are complex numbers in 16 bits
+# `torch.stft` calls the same kernels. On CUDA, its results for fp16 are complex numbers in 16 bits
 # (`ComplexHalf`), which have no matmul. <!-- tests/tracing/test_kernel_limits.py -->
 #
 # **The fix.** Call `.float()` on the input of the transform. Cast its real result, such as the power of the

@@ -428,8 +428,8 @@ print(message_of(lambda: product_shape(32, 64, 50257)))
 print(message_of(lambda: torch._scaled_grouped_mm(fp8(32, 100), fp8(64, 100).T, *scales)))
 
 # %% [markdown]
-# **Why.** Tensor cores read pieces of 16 bytes: 16 numbers in FP8, or 8 in fp16 and bf16. On a GPU, FP8 matmuls
-# refuse other sizes. In fp16 and bf16 other sizes run, but may be slower.
+# **Why.** In FP8, PyTorch's matmul for CUDA refuses inner sizes and numbers of columns that are not multiples
+# of 16. In fp16 and bf16 other sizes run, but may be slower.
 #
 # NVIDIA
 # [recommends](https://docs.nvidia.com/deeplearning/performance/dl-performance-matrix-multiplication/index.html#requirements-tc)
@@ -584,7 +584,7 @@ print(f"tensors held by three losses: {losses}, by three numbers: {numbers}")
 assert losses > numbers == 0
 
 # %% [markdown]
-# **Why.** A loss or an output that you keep holds its graph, and the graph holds all activations of its batch.
+# **Why.** A loss or an output that you keep holds its graph, and the graph holds activations of its batch.
 # Without a graph the outputs alone can fill the memory: logits have batch size x tokens x vocabulary numbers.
 #
 # **The fix.** Evaluate under `torch.inference_mode()`, add up `loss.item()`, and keep
