@@ -121,7 +121,7 @@ torch.testing.assert_close(loss_in(torch.bfloat16, model), exact, rtol=0.05, ato
 torch.testing.assert_close(loss_in(torch.float16, repaired), exact, rtol=0.01, atol=0)  # 11 bits
 
 # %% [markdown]
-# **Not this.** Do not clamp the activations to 65504: the loss becomes finite but wrong.
+# **Not this.** Do not clamp the activations to 65504: the loss becomes finite, but the clamped values are wrong.
 
 # %%
 assert torch.tensor(150_000.0).half().clamp(max=65504) == 65504
