@@ -317,8 +317,7 @@ def continue_run(run, epochs):
 
 
 # %% [markdown]
-# One run trains to the end, and another is saved halfway. We need not save the order of the images,
-# because it depends only on the seed and the epoch.
+# One run trains to the end, and another is saved halfway.
 
 # %%
 whole = new_tiny_run(0, device)
@@ -334,9 +333,8 @@ print("loss scale at the start, in the middle, at the end:", scales)
 assert scales[0] > scales[1]  # it has skipped steps
 
 # %% [markdown]
-# The scaler skipped steps and lowered its scale before the run was saved. To resume, we create a new
-# run, load the saved states into it, and continue. The new network starts from another seed, so only
-# loading can make its weights right.
+# To resume, we create a new run, load the saved states into it, and continue. The new network starts
+# from another seed, so only loading can make its weights right.
 
 
 # %%
@@ -367,8 +365,8 @@ for name in ("scaler", "scheduler"):
 print("bitwise equal: weights, optimizer, scaler, schedule")
 
 # %% [markdown]
-# Everything is equal. Now we leave out one state at a time: optimizer, schedule, scaler or random
-# states. Before you run this: without which of them do the weights stay the same?
+# Now we leave out one state at a time: optimizer, schedule, scaler or random states. Before you run
+# this: without which of them do the weights stay the same?
 
 # %%
 for name in ("optimizer", "scheduler", "scaler", "random"):

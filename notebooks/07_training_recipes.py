@@ -401,7 +401,7 @@ assert message == "Attempting to unscale FP16 gradients."
 # ## Summary
 #
 # Code that computes gradients starts from `scaler.scale(…)`. Code that reads gradients comes after
-# `unscale_`. Code that reads only weights stays the same, because the weights are fp32.
+# `unscale_`.
 #
 # | recipe | what AMP adds | what goes wrong without it |
 # |---|---|---|

@@ -72,10 +72,10 @@ assert off[torch.float32, 64] < 1e-6
 assert 1e-3 < off[torch.bfloat16, 2] < off[torch.bfloat16, 64]
 
 # %% [markdown]
-# In fp32, the average over equal parts equals the gradient of the whole batch up to rounding, because only
-# the order of the sum differs. So training on several devices can give the same losses as training on one.
-# In bf16, each addition rounds again, so the error grows with the number of ranks. With several devices, you
-# therefore choose one more dtype: the one in which the gradients are sent and added up.
+# In fp32, the average over equal parts equals the gradient of the whole batch up to rounding, because
+# only the order of the sum differs. In bf16, each addition rounds again, so the error grows with the
+# number of ranks. With several devices, you therefore choose one more dtype: the one in which the
+# gradients are sent and added up.
 #
 # ## One process
 #
@@ -158,8 +158,8 @@ def join(device_type):
 # ## DDP
 #
 # With [DDP](https://docs.pytorch.org/docs/stable/notes/ddp.html), every rank has the whole model. DDP
-# averages each gradient over all ranks while `backward` computes the next ones. Only the marked lines
-# are new. <!-- tests/notebooks/test_11_scale_out.py -->
+# averages each gradient over all ranks while `backward` computes the next ones.
+# <!-- tests/notebooks/test_11_scale_out.py -->
 #
 # The gradients are fp32, so DDP sends them in fp32. A [communication
 # hook](https://docs.pytorch.org/docs/stable/ddp_comm_hooks.html) can cast them first, here to bf16.
