@@ -345,8 +345,7 @@ assert after_updates(model) == 1.0
 
 # %% [markdown]
 # **Why.** Just below 1, bf16 numbers are 2^-8 apart. An update smaller than half of this distance is rounded
-# away, so the weight never changes. The weights are in bf16 because the whole model was cast, or because a
-# checkpoint was loaded with `assign=True`.
+# away, so a weight of 1 never changes.
 #
 # **The fix.** Keep the weights that you train in fp32 and let autocast use bf16. Call `model.float()` before you
 # create the optimizer, and load checkpoints without `assign=True`. If fp32 weights do not fit into memory, use an

@@ -129,8 +129,8 @@ with torch._functorch.config.patch(backward_pass_autocast="off"):
 # -->
 #
 # **What you see.** With `fullgraph=True`, the compiled function raises
-# `Attempted to inline function marked as skipped`
-# and names a method of `GradScaler`. Without `fullgraph=True` the graph breaks there, without a message.
+# `Attempted to inline function marked as skipped` and names a method of `GradScaler`. Without
+# `fullgraph=True` the graph breaks there, without a message.
 #
 # **The smallest program that does it.** We compile a function that scales the loss.
 
