@@ -255,10 +255,6 @@ assert (half + torch.arange(2, dtype=half.dtype, device=half.device)).dtype is t
 assert torch.tensor(2049).half() == 2048  # an id that was cast
 
 # %% [markdown]
-# **Notice it earlier.** After you load a model, print the dtypes of its weights:
-# `{p.dtype for p in model.parameters()}`.
-
-# %% [markdown]
 # ## Writing into a buffer fails
 #
 # `AMP0019` <!-- failure
@@ -328,8 +324,7 @@ assert len(refusals([lambda write=write: filled(write) for write in WRITES])) ==
 # `masked_scatter`, `scatter` and `index_add` return a new tensor. They raise the error too, because
 # autocast has no rule for these three ops. <!-- tests/notebooks/test_08e_dtypes.py -->
 #
-# Writing an fp32 tensor into a half-precision buffer with one of these ops raises the error too. The fp32
-# tensor is often a parameter, such as the embedding of a mask token.
+# Writing an fp32 tensor into a half-precision buffer with one of these ops raises the error too.
 # <!-- tests/notebooks/test_08e_dtypes.py -->
 #
 # **The fix.** Cast the values `f` that you write into the buffer: `buffer[i] = f.to(buffer.dtype)`. Or create
@@ -495,8 +490,7 @@ assert "mat1 and mat2 must have the same dtype, but got BFloat16 and Half" in me
 assert "Unexpected floating ScalarType in at::autocast::prioritize" in messages[1]
 
 # %% [markdown]
-# **Why.** An op gets one fp16 tensor and one bf16 tensor. Usually the weights were loaded in one of these
-# dtypes, but the input, the autocast block or a quantized layer uses the other dtype. If the weights are in
+# **Why.** An op gets one fp16 tensor and one bf16 tensor. If the weights are in
 # fp32, look for a bf16 autocast block inside an fp16 block, or the reverse: nested blocks share a cache of
 # cast weights.
 #

@@ -103,9 +103,6 @@ assert F.binary_cross_entropy(perfect, target) == 0
 assert F.binary_cross_entropy_with_logits(perfect, target) > 0.31  # the second sigmoid
 
 # %% [markdown]
-# **Notice it earlier.** Test the loss under `cuda_rules` in a unit test, which needs no GPU.
-
-# %% [markdown]
 # ## An op does not exist in half precision
 #
 # `AMP0023` <!-- failure
@@ -242,10 +239,6 @@ bits = prediction.view(torch.int16).numpy()
 assert torch.equal(torch.from_numpy(bits).view(torch.bfloat16), prediction)
 assert torch.tensor([1e6]).bfloat16().half().isinf()
 assert (prediction.half().numpy() + 1).dtype == "float16"
-
-# %% [markdown]
-# **Notice it earlier.** Let `forward` end with `.float()` ([a half-precision
-# output](08e_dtypes.ipynb#A-half-precision-output-leaves-the-block) causes other failures too).
 
 # %% [markdown]
 # ## Autocast refuses the device or its dtype
@@ -503,9 +496,6 @@ if torch.backends.mps.is_available():
 # %%
 assert weights.dtype is torch.float64
 assert weights.float().to(device).dtype is torch.float32
-
-# %% [markdown]
-# **Notice it earlier.** Assert in the data set that no tensor is float64.
 
 # %% [markdown]
 # ## Flash attention refuses fp32

@@ -121,7 +121,7 @@ with torch.autocast("xpu", dtype=torch.float16):  # neither a warning nor an eff
 # -->
 #
 # **What you see.** A model that runs in a thread is as slow as in fp32, or computes in the wrong 16-bit
-# dtype. No message appears.
+# dtype.
 #
 # **The smallest program that does it.** We call two functions in a thread, from inside an fp16 block.
 # The second function enters autocast itself, but does not pass a dtype.
@@ -452,8 +452,8 @@ with torch.no_grad():
 torch.testing.assert_close(larger(x)[:, :5], head(x))
 
 # %% [markdown]
-# **Notice it earlier.** `amp-lab xray` lists the matmuls whose sizes are not multiples of 8. `amp-lab
-# rehearse` skips the layers that FP8 would refuse. <!-- tests/tracing/test_advice.py, tests/formats/test_rehearsal.py -->
+# **Notice it earlier.** `amp-lab xray` lists the matmuls whose sizes are not multiples of 8.
+# <!-- tests/tracing/test_advice.py -->
 
 # %% [markdown]
 # ## CUDA is out of memory
@@ -599,10 +599,6 @@ assert held_by(lambda logits: logits.argmax(-1)) == 0
 with torch.inference_mode():
     assert held_by(lambda logits: logits) == 0
 assert wide.eval()(torch.ones(1, 512)).requires_grad
-
-# %% [markdown]
-# **Notice it earlier.** Print `torch.cuda.memory_allocated()` after each step. For inputs of one size, it
-# should not grow.
 
 # %% [markdown]
 # ## Further reading
