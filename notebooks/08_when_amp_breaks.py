@@ -94,13 +94,13 @@ assert failure.code == "AMP0018"
 # | [Anomaly detection stops at a harmless overflow](08a_values.ipynb#Anomaly-detection-stops-at-a-harmless-overflow) `AMP0008` | `` Function '…' returned nan values in its …th output. `` |
 # | [The input contains NaN or numbers above 65504](08a_values.ipynb#The-loss-is-NaN-because-an-activation-exceeds-65504) `AMP0112` | `` overflow encountered in cast `` |
 # | [The image is black because the VAE gives NaN in fp16](08a_values.ipynb#The-loss-is-NaN-because-an-activation-exceeds-65504) `AMP0064` | `` invalid value encountered in cast `` |
-# | [Stable Diffusion's Unet gives NaN in fp16](19_choose_your_precision.ipynb#Known-problems-of-each-device) `AMP0117` | `` A tensor with all NaNs was produced in Unet. `` |
-# | [An attention kernel gives NaN](17_language_model.ipynb#One-dtype-for-q,-k-and-v) `AMP0113` | `` Function 'ScaledDotProductCudnnAttentionBackward0' returned nan values in its 0th output. `` |
+# | [Stable Diffusion's Unet gives NaN in fp16](08a_values.ipynb#The-loss-is-NaN-because-an-activation-exceeds-65504) `AMP0117` | `` A tensor with all NaNs was produced in Unet. `` |
+# | [An attention kernel gives NaN](../docs/compile_and_kernels.md#attention-gives-nan-on-an-h100-is-it-my-model-or-the-kernel) `AMP0113` | `` Function 'ScaledDotProductCudnnAttentionBackward0' returned nan values in its 0th output. `` |
 # | [The Trainer logs loss 0.0 and grad_norm nan](08a_values.ipynb#The-loss-is-NaN-because-an-activation-exceeds-65504) `AMP0114` | `` {'loss': 0.0, 'grad_norm': nan `` |
 # | [The CTC loss is inf or NaN](08a_values.ipynb) `AMP0115` | `` Function 'CtcLossBackward0' returned nan values in its 0th output. `` |
 # | [A gradient penalty is inf or NaN under AMP](07_training_recipes.ipynb#Penalise-gradients) `AMP0116` | GAN losses are NaN after a short time with amp, fine with amp=False |
 # | [NaN in bf16, although fp16 and fp32 are fine](08a_values.ipynb#The-loss-is-NaN-because-an-activation-exceeds-65504) `AMP0118` | bf16 training goes well for most of an epoch, then the loss turns to nan with sampled negatives or a softmax |
-# | [Attention in bf16 gives NaN on an AMD GPU](19_choose_your_precision.ipynb#Known-problems-of-each-device) `AMP0119` | NaN losses on ROCm from the first step |
+# | [Attention in bf16 gives NaN on an AMD GPU](../docs/compile_and_kernels.md#how-do-i-see-which-attention-kernel-ran) `AMP0119` | NaN losses on ROCm from the first step |
 # | [fp16 gives NaN on a GTX 16, or ultralytics' AMP check fails](19_choose_your_precision.ipynb#Known-problems-of-each-device) `AMP0077` | `` AMP checks failed `` |
 # | [The cost matrix of a Hungarian matcher is inf or NaN](08a_values.ipynb#A-norm-written-by-hand-overflows-above-256) `AMP0087` | `` cost matrix is infeasible `` |
 # | [A convolution's gradients are NaN or 1e20 in bf16 on a CPU](../docs/hardware.md#wrong-gradients-in-bf16) `AMP0089` | gradients of a convolution are NaN or 1e20 in bf16, on a CPU |
@@ -136,11 +136,11 @@ assert failure.code == "AMP0018"
 # | [A diffusion model gets rounded timesteps or a rounded noise schedule](08b_learning.ipynb#Positions-or-counts-are-wrong-beyond-256) `AMP0124` | `` alphas_cumprod…index out of range `` |
 # | [NMS keeps duplicate boxes, or a mask has a row too many, in half precision](08b_learning.ipynb#Positions-or-counts-are-wrong-beyond-256) `AMP0125` | the same box is detected twice: NMS leaves duplicates in fp16 |
 # | [A router (MoE) chooses different experts in bf16](18_inference_and_export.ipynb#Which-decisions-change?) `AMP0126` | MoE tokens go to other experts in bf16 than in fp32 |
-# | [Log-probabilities of the trainer and of vLLM differ](17_language_model.ipynb#The-same-prompt,-another-text) `AMP0127` | vLLM logprobs and the trainer's logprobs do not match in bf16 |
+# | [Log-probabilities of the trainer and of vLLM differ](../docs/trainers.md#the-trainers-log-probabilities-differ-from-vllms) `AMP0127` | vLLM logprobs and the trainer's logprobs do not match in bf16 |
 # | [A KL divergence or a ratio of probabilities is noisy in bf16](09_xray_your_model.ipynb#The-surprise-in-cross-entropy) `AMP0090` | the KL term is not 0 for two equal models in bf16 |
 # | [FP8 with a scale for each row gives NaN with LoRA](15_below_16_bits.ipynb#The-values-that-share-a-scale) `AMP0088` | FP8 with a scale for each row gives NaN with LoRA |
 # | [An FP8 KV cache makes long texts worse](../docs/quantized.md#how-accurate-is-an-fp8-kv-cache) `AMP0199` | vLLM with an fp8 KV cache prints garbled text for long prompts |
-# | [LoRA was merged into 4-bit or 8-bit weights](17_language_model.ipynb#What-merging-loses) `AMP0200` | `` module to 4-bit linear may get different generations due to rounding errors `` |
+# | [LoRA was merged into 4-bit or 8-bit weights](../docs/quantized.md#how-do-i-merge-lora-into-a-4-bit-or-fp8-model) `AMP0200` | `` module to 4-bit linear may get different generations due to rounding errors `` |
 # | [Small LoRA weights become zero when they are saved in fp16](01_number_formats.ipynb) `AMP0201` | a LoRA saved in fp16 has no effect |
 # | [Gradients are summed in bf16 over many ranks](11_scale_out.ipynb) `AMP0202` | training in bf16 is unstable with many GPUs and stable with few |
 # | [Static FP8 scales come from too little calibration data](15_below_16_bits.ipynb) `AMP0203` | a statically quantized FP8 model is much less accurate than with dynamic scales |
@@ -314,7 +314,7 @@ assert failure.code == "AMP0018"
 # | [Autocast writes out an expanded tensor](../docs/memory_in_practice.md#why-does-amp-not-halve-the-memory) `AMP0289` | autocast takes many times more memory for a bmm with an expanded buffer |
 # | [Fabric's precision has no effect, because the model from `setup` is not used](19_choose_your_precision.ipynb#What-other-frameworks-call-it) `AMP0292` | Fabric precision has no effect, model still runs in float32 |
 # | [Autocast without its cache keeps one cast of a weight for each use](../docs/memory_in_practice.md#why-does-inference-under-autocast-take-more-memory-than-fp32) `AMP0293` | out of memory after the upgrade to Lightning 2.6 with bf16-mixed |
-# | [After accelerate's `unwrap_model`, the model trains in fp32](19_choose_your_precision.ipynb#What-other-frameworks-call-it) `AMP0299` | training is slower after generate on the unwrapped model |
+# | [After accelerate's `unwrap_model`, the model trains in fp32](../docs/migrate.md#mistakes-that-it-reports) `AMP0299` | training is slower after generate on the unwrapped model |
 # | [A memory-saving optimizer takes as much memory as AdamW](16_low_precision_state.ipynb#Bytes-per-parameter) `AMP0317` | Adam-mini or another memory-saving Adam takes more memory than AdamW with a model in bf16 |
 #
 # ### Repair compiled and distributed training
@@ -356,7 +356,7 @@ assert failure.code == "AMP0018"
 # | [TensorRT warns that a layer norm may overflow in fp16](18_inference_and_export.ipynb#Export) `AMP0076` | `` Running layernorm after self-attention in FP16 may cause overflow `` |
 # | [torch.jit.trace fails inside an autocast block](18_inference_and_export.ipynb#Export) `AMP0082` | `` Cannot insert a Tensor that requires grad as a constant. Consider making it a parameter or input, or detaching the gradient `` |
 # | [An exported model computes in another dtype than expected](18_inference_and_export.ipynb#Export) `AMP0099` | `` Parameter was initialized as DataType.… but set to DataType.… `` |
-# | [Flash attention gives different results with the same seed](17_language_model.ipynb) `AMP0208` | same seed, but the loss differs from run to run with flash attention |
+# | [Flash attention gives different results with the same seed](17_language_model.ipynb#The-same-prompt,-another-text) `AMP0208` | same seed, but the loss differs from run to run with flash attention |
 # | [A matmul in 16 bits differs between two GPU models](18_inference_and_export.ipynb#Which-decisions-change?) `AMP0209` | fp16 results on an A100 differ from those on a 3090 |
 # | [A Core ML model in fp16 gives wrong outputs](18_inference_and_export.ipynb#Export) `AMP0210` | `` must have the same data type as the named input `` |
 # | [An fp16 ONNX model is slower than the fp32 model on a CPU](18_inference_and_export.ipynb#Export) `AMP0231` | the fp16 ONNX model takes two to four times as long as the fp32 model on a CPU |

@@ -42,7 +42,7 @@ device, scale = start()  # AMP_LAB_DEVICE and AMP_LAB_SCALE override the choice
 # ## The idea in five lines
 #
 # A linear layer under bf16 autocast returns bf16. Rotary embeddings multiply its output by a table of
-# sines and cosines, which is usually in fp32. Before you run this: what is the dtype of the result?
+# sines and cosines, here in fp32. Before you run this: what is the dtype of the result?
 
 # %%
 angles = torch.arange(8)[:, None] * torch.tensor([1.0, 0.1])
@@ -53,8 +53,8 @@ print("from the layer", query.dtype, " after the rotation", rotated.dtype)
 assert (query.dtype, rotated.dtype) == (torch.bfloat16, torch.float32)
 
 # %% [markdown]
-# If you add or multiply a bf16 tensor and an fp32 tensor such as this table, the result is in fp32 until
-# autocast casts it down for the next matmul. An fp32 tensor takes twice the memory of a bf16 tensor.
+# The product of a bf16 tensor and this fp32 table is in fp32. Autocast casts it down only for the next matmul.
+# An fp32 tensor takes twice the memory of a bf16 tensor of the same shape.
 #
 # ## A small GPT
 #
@@ -125,7 +125,7 @@ result
 #
 # **Load the model in the dtype that you want** instead: `from_pretrained(…, dtype=…)` leaves the rates in
 # fp32. For full fine-tuning, load the model in fp32 and use autocast, because bf16 weights [can lose small
-# updates](19_choose_your_precision.ipynb#What-other-frameworks-call-it). For LoRA (below), load the base in
+# updates](16_low_precision_state.ipynb#Weights-in-bf16). For LoRA (below), load the base in
 # bf16. <!-- tests/notebooks/test_17_language_model.py -->
 #
 # ### One dtype for q, k and v
@@ -145,7 +145,7 @@ print("outside:", message)
 assert message.startswith("Expected query, key, and value to have the same dtype")
 
 # %% [markdown]
-# On an NVIDIA GPU, the dtype also decides [which
+# On an NVIDIA GPU, the dtype also affects [which
 # kernel](../docs/compile_and_kernels.md#which-attention-kernel-does-scaled_dot_product_attention-run) runs.
 #
 # To be sure of flash attention, call attention inside `with sdpa_kernel(SDPBackend.FLASH_ATTENTION):`. If
@@ -178,14 +178,15 @@ for name, precision in PRECISIONS.items():
 print(f"two seeds in fp32 differ by up to {between_seeds:.2g}")
 
 # %% [markdown]
-# The precision changes the loss far less than the seed does. If the precision changes the loss of your own
+# Here, the precision changes the loss far less than the seed does. If the precision changes the loss of your own
 # model more than the seed does, look for the cause in [notebook 08](08_when_amp_breaks.ipynb).
 #
 # ## The loss over a large vocabulary
 #
 # The vocabulary of Llama 3 has [128,256
-# entries](https://github.com/pytorch/torchtune/blob/main/torchtune/models/llama3/_model_builders.py). At the
-# peak of the backward pass, four tensors with the shape of the logits are in memory:
+# entries](https://github.com/pytorch/torchtune/blob/main/torchtune/models/llama3/_model_builders.py). With
+# `lm.loss_of` and bf16 autocast, four tensors with the shape of the logits are in memory at the peak of the
+# backward pass:
 #
 # - the logits in bf16, which the model returns;
 # - the log-softmax in fp32;
@@ -201,8 +202,8 @@ print(f"logits: {values * 2 / 2**30:.1f} GiB, all four tensors: {total:.1f} GiB"
 assert 27 < total < 28
 
 # %% [markdown]
-# Autocast does not help, because the loss needs fp32. Instead, compute the loss **in chunks** of tokens, each
-# in a checkpoint. The backward pass then computes the logits again, one chunk at a time, and frees them. The
+# Three of these tensors are fp32 under autocast too. To save memory, compute the loss **in chunks** of tokens,
+# each in a checkpoint. The backward pass then computes the logits again, one chunk at a time, and frees them. The
 # gradients agree with those of the usual loss up to rounding:
 
 
@@ -244,7 +245,7 @@ print(f"fp32 logits: {1024 * 8000 * 4 / 2**20:.1f} MiB, one chunk: {64 * 8000 * 
 # weight, and trains only these matrices. Use these dtypes:
 #
 # - **bf16 for the frozen base**, because it never changes;
-# - **fp32 for the adapters**, because bf16 would lose small updates ([notebook
+# - **fp32 for the adapters**, because bf16 can lose small updates ([notebook
 #   16](16_low_precision_state.ipynb)).
 #
 # For a 16-bit base, peft also creates adapters in fp32, unless you pass `autocast_adapter_dtype=False`.
@@ -314,7 +315,8 @@ assert dtypes["blocks.0.qkv"] == dtypes["blocks.1"] == torch.bfloat16  # no fp32
 # the residual stream is bf16 too, as the last assert checks.
 #
 # On a GPU that has fp16 and no fast bf16, keep the base in fp16 and use fp16 autocast with the scaler. Keep
-# the adapters in fp32, because the scaler [raises an error](08_when_amp_breaks.ipynb) for fp16 adapters.
+# the adapters in fp32, because the scaler [raises an
+# error](../docs/trainers.md#peft-attempting-to-unscale-fp16-gradients) for fp16 adapters.
 #
 # ### What merging loses
 #
@@ -342,9 +344,9 @@ assert arrived[1e-4] < 0.2 < arrived[1e-3] < 0.8
 assert stayed[1e-3] > 0.5
 
 # %% [markdown]
-# Neighbouring bf16 numbers are 0.4 to 0.8 % apart, and each value is rounded to the nearest one. If the
-# update is a thousandth of the weight, most changes are smaller than half the distance to the next number.
-# These values stay the same, and a large part of the update is lost. So choose one of these:
+# Neighbouring bf16 numbers are 0.4 to 0.8 % apart, and each value is rounded to the nearest one. Here, if the
+# update is a thousandth of the weight, most changes are too small to reach the next number. These values stay
+# the same, and a large part of the update is lost. So choose one of these:
 #
 # - Keep the adapter separate.
 # - Merge into a copy in **fp32**.
@@ -384,13 +386,13 @@ assert abs(in_bf16 - in_fp32) < 0.01
 # %% [markdown]
 # A text diverges at a *near tie*: the gap between the two largest logits is so small that the rounding to
 # bf16 changes their order. Here the gaps were at most 0.026, and bf16 moved a logit by up to 0.033. The rest
-# of the text then differs, because each character depends on those before it.
+# of the text can then differ too, because each character depends on those before it.
 #
-# But the model is not worse in bf16: the test loss is nearly the same. So compare models by their loss, or by
+# But the model is not worse in bf16 here: the test loss is nearly the same. So compare models by their loss, or by
 # how often they choose the same next token.
 #
 # Two texts can also diverge within one precision, because a matmul of a different shape may add in a
-# different order. For example, the logits change slightly with the length of the text. We compute the logits of
+# different order. For example, the logits can change slightly with the length of the text. We compute the logits of
 # ten characters alone, and at the beginning of a longer text.
 
 # %% tags=["nbval-ignore-output"]
@@ -417,11 +419,11 @@ for name, limit in (("fp32", 1e-3), ("bf16", 0.5)):
 #
 # ## Summary
 #
-# - With fp32 weights under autocast, the matmuls of this GPT run in 16 bits. Norms, rotations and the
+# - With fp32 weights under autocast on CUDA, the matmuls of this GPT run in 16 bits. Norms, rotations and the
 #   residual stream are [fp32](#Where-fp32-comes-in).
 # - Cast the logits to fp32 for the loss: `.float()`. Over a large vocabulary compute the loss in
 #   chunks.
-# - Load a model in the dtype that you want, and do not cast it afterwards: its rotation rates must be
+# - Load a model in the dtype that you want, and do not cast it afterwards, so that its rotation rates stay in
 #   fp32.
 # - Outside autocast, q, k and v need the same dtype. On CUDA, flash attention needs 16 bits.
 # - LoRA: keep the frozen base in bf16 and the adapters in fp32. If you merge, merge in fp32.

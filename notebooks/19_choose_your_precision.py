@@ -54,7 +54,7 @@ for precision, found in report.values.items():
 assert report.values["bf16"].input_bits == 8
 
 # %% [markdown]
-# Each line describes a matmul in one precision:
+# After the first line, each line describes a matmul in one precision:
 #
 # - **bits**: how many significant bits of an input the matmul uses. That is 24 in fp32, 11 in fp16 and
 #   TF32, and 8 in bf16.
@@ -113,8 +113,8 @@ print("T4, a model trained in bf16:", choose(turing, "infer", trained_in="bf16")
 # %% [markdown]
 # `choose` follows three rules:
 #
-# - **bf16** wherever bf16 is fast. It has the range of fp32, so training needs no scaler.
-# - **fp16** where only fp16 is fast: on V100, T4 and RTX 20. Training in fp16 needs a scaler.
+# - **bf16** wherever bf16 is fast. It has nearly the range of fp32, so you can train without a scaler.
+# - **fp16** where only fp16 is fast: on V100, T4 and RTX 20. To train in fp16, use a scaler.
 # - **fp32** on GPUs without tensor cores or similar units, such as GTX 10 and GTX 16. Also use fp32, with
 #   TF32 off, where accuracy matters more than speed, for example in solvers.
 #
@@ -126,8 +126,9 @@ print("T4, a model trained in bf16:", choose(turing, "infer", trained_in="bf16")
 # accurate, because it has three more bits ([notebook 18](18_inference_and_export.ipynb)). For a model that
 # was trained in bf16, [check the values first](#Trained-in-bf16,-on-a-GPU-without-it).
 #
-# Start with the precision from `choose`, then measure. `amp-lab advise` times each precision on your model
-# and machine ([notebook 10](10_speed_ladder.ipynb)).
+# Start with the precision from `choose`, then measure. [`amp-lab
+# advise`](../docs/your_model.md#which-precision-should-i-use-and-what-do-i-write) times the precisions on your
+# model and machine.
 #
 # ## Known problems of each device
 #
@@ -135,21 +136,21 @@ print("T4, a model trained in bf16:", choose(turing, "infer", trained_in="bf16")
 #
 # - **GTX 16.** fp16 gives NaN in some models ([report](https://github.com/pytorch/pytorch/issues/58123), [another
 #   report](https://github.com/pytorch/pytorch/issues/77955)). Use fp32.
-# - **V100 and GTX 10.** Install PyTorch 2.14 for CUDA 12.6. It is [the last version with kernels for these
-#   GPUs](https://github.com/pytorch/pytorch/issues/190385).
+# - **V100 and GTX 10.** Install PyTorch 2.14 for CUDA 12.6. [PyTorch 2.15 is not
+#   built](https://github.com/pytorch/pytorch/issues/190385) for these GPUs.
 # - **V100, T4 and RTX 20.** These GPUs [emulate bf16 and have no TF32](../docs/hardware.md#t4-v100-and-rtx-20). Use
 #   fp16.
 # - **MI210 and MI250.** Use bf16. Their fp16 matmuls replace subnormals by 0, so PyTorch [casts fp16
 #   inputs of backward matmuls to bf16](https://docs.pytorch.org/docs/stable/notes/numerical_accuracy.html).
-# - **Arc A.** Use bf16. You cannot train in fp16 with a `GradScaler`, because it needs float64, which Arc A
-#   [does not have](https://github.com/pytorch/pytorch/issues/147731).
+# - **Arc A.** Use bf16. Training in fp16 with a `GradScaler` needs float64, which Arc A [does not
+#   have](https://github.com/pytorch/pytorch/issues/147731).
 #   <!-- tests/notebooks/test_19_choose_your_precision.py -->
 # - **Apple M1 to M4.** Use fp32. [An M1
 #   Pro](https://github.com/zzc0721/torch-performance-test-data/issues/191) and [an M4
-#   Max](https://github.com/zzc0721/torch-performance-test-data/issues/65) are hardly faster in 16 bits. On a
-#   Mac, bf16 [needs macOS 14](https://github.com/pytorch/pytorch/issues/139386).
-# - **CPUs.** fp16 [can be as fast as fp32, or 60 times slower](../data/results/README.md). Use fp16 only if `amp-lab
-#   doctor` shows that it is fast.
+#   Max](https://github.com/zzc0721/torch-performance-test-data/issues/65) are hardly faster in 16 bits. On
+#   `mps`, bf16 [needs macOS 14](https://github.com/pytorch/pytorch/issues/139386).
+# - **CPUs.** On [one of our CPUs](../data/results/README.md), fp16 was nearly as fast as fp32. On another, it
+#   was 60 times slower. Use fp16 only if `amp-lab doctor` shows that it is fast.
 #
 # ## What fp32 means
 #
@@ -167,7 +168,7 @@ print("T4, a model trained in bf16:", choose(turing, "infer", trained_in="bf16")
 # | `"high"` | TF32 | TF32, if the CPU has TF32 |
 # | `"medium"` | TF32 | bf16, if the CPU has bf16 |
 #
-# The next cell only prints the settings, so it needs no GPU. In the output, `ieee` means fp32:
+# The next cell sets each mode, but runs no matmul, so it needs no GPU. In the output, `ieee` means fp32:
 
 
 # %%
@@ -184,9 +185,9 @@ for name in ("highest", "high", "medium"):
 torch.set_float32_matmul_precision(before)
 
 # %% [markdown]
-# The modes for matmuls affect only [fp32
-# tensors](https://docs.pytorch.org/docs/stable/generated/torch.set_float32_matmul_precision.html). If you
-# train in fp32 on an RTX 30, an A100 or a later GPU, usually choose `"high"`.
+# `torch.set_float32_matmul_precision` is for matmuls of [fp32
+# tensors](https://docs.pytorch.org/docs/stable/generated/torch.set_float32_matmul_precision.html). It does not
+# change convolutions. If you train in fp32 on an RTX 30, an A100 or a later NVIDIA GPU, usually choose `"high"`.
 #
 # For work that needs every digit, turn TF32 off for matmuls and convolutions:
 
@@ -202,10 +203,10 @@ torch.backends.cudnn.allow_tf32 = kept  # for the next cells; leave this line ou
 # ### Old names and new ones
 #
 # Each of these settings also has a new form, such as `torch.backends.cuda.matmul.fp32_precision`. Do not mix
-# old and new: if you change only the new setting, the old one no longer agrees with it. Then PyTorch raises
-# an error as soon as something reads the old one.
-# [Lightning](https://github.com/Lightning-AI/pytorch-lightning/issues/21256), for example, reads it. Here we
-# cause the error with `torch.get_float32_matmul_precision`, which reads the old setting for matmuls:
+# old and new. If you give only the new setting another value, the two contradict each other, and PyTorch
+# raises an error when something reads the old setting, as
+# [Lightning](https://github.com/Lightning-AI/pytorch-lightning/issues/21256) does. Here we cause the error
+# with `torch.get_float32_matmul_precision`, which reads the old setting for matmuls:
 
 # %%
 matmul = torch.backends.cuda.matmul
@@ -229,8 +230,8 @@ assert torch.get_float32_matmul_precision() == before
 # ## Trained in bf16, on a GPU without it
 #
 # Many language models were trained in bf16, whose largest number is 3.4e38. The largest number of fp16 is
-# only 65504. The next model has weights, inputs and outputs that fit into this range, and hidden values
-# that do not fit. `largest_values` returns the largest magnitude that each module computes. The modules of an
+# only 65504. The next model has weights, inputs and outputs below 65504, and hidden values above it.
+# `largest_values` returns the largest magnitude that each module computes. The modules of this
 # `nn.Sequential` are called 0, 1 and 2:
 # <!-- tests/numerics/test_largest_values.py -->
 
@@ -250,7 +251,7 @@ assert in_bf16.isfinite().all()
 assert not in_fp16.isfinite().all()
 
 # %% [markdown]
-# In fp16, the hidden values, up to 2.69e+05, become infinite, and the outputs are not finite either.
+# In fp16, hidden values such as 2.69e+05 become infinite, and the outputs are not finite either.
 #
 # **Look before you cast**: call `largest_values` on some of your inputs, in fp32 or bf16. A CPU is enough.
 # Each value should be at most half of 65504, because other inputs may give larger values. `amp-lab export
@@ -270,10 +271,8 @@ assert not in_fp16.isfinite().all()
 # - **Mixed** usually means autocast. The weights keep their dtype, which is fp32 unless you load them in 16 bits.
 # - **True** means that the weights are cast, for example to bf16. Then gradients and the state of torch's
 #   AdamW are in bf16 too.
-# - **bf16** alone has three meanings. In accelerate and transformers, without DeepSpeed, it means mixed. In
+# - **bf16** alone has two meanings. In accelerate and transformers, without DeepSpeed, it means mixed. In
 #   [torchtune](https://docs.pytorch.org/torchtune/stable/tutorials/memory_optimizations.html) it means true.
-#   In [DeepSpeed](https://www.deepspeed.ai/docs/config-json/) it means bf16 weights in the model and an fp32
-#   copy of them in the optimizer.
 #
 # To see what a setting does, we look at the dtypes in a training step. We begin without a framework:
 
@@ -327,11 +326,12 @@ assert rows["autocast"] == ("float32", "bfloat16", "float32", "float32", "bfloat
 assert set(rows["model.to(bfloat16)"]) == {"bfloat16"}
 
 # %% [markdown]
-# Under autocast, weights, gradients and optimizer state stay in fp32. A model that is cast has no fp32
-# weights, so rounding can remove small updates ([notebook 16](16_low_precision_state.ipynb)).
+# Under autocast, fp32 weights, their gradients and the optimizer state stay in fp32. A model that is cast has
+# no fp32 weights, so rounding can remove small updates ([notebook 16](16_low_precision_state.ipynb)).
 #
 # Our tests find the dtypes of other frameworks in the same way, on a CPU. *State* is the state of the
 # optimizer, and *Fabric* is Lightning without its Trainer:
+# <!-- tests/notebooks/test_19_choose_your_precision.py -->
 #
 # | setting | weights | matmuls | gradients | state | outputs |
 # |---|---|---|---|---|---|
@@ -363,8 +363,9 @@ assert set(rows["model.to(bfloat16)"]) == {"bfloat16"}
 #
 # - Start with bf16 where bf16 is fast, with fp16 and a scaler where only fp16 is fast, and with fp32
 #   on other hardware. Then measure your model.
-# - By default, fp32 matmuls run in fp32. On an NVIDIA GPU with TF32, fp32 convolutions run in TF32. Set each mode once, with
-#   `torch.set_float32_matmul_precision` for matmuls and `torch.backends.cudnn.allow_tf32` for convolutions.
+# - By default, fp32 matmuls run in fp32, and on an NVIDIA GPU with TF32, fp32 convolutions run in TF32. Set
+#   each mode once, with `torch.set_float32_matmul_precision` for matmuls and
+#   `torch.backends.cudnn.allow_tf32` for convolutions.
 # - Before you cast a bf16 model to fp16, look at its largest values.
 # - A "mixed" setting leaves fp32 weights in fp32. A "true" setting, such as `bf16-true`, casts them.
 #
@@ -402,7 +403,7 @@ exercises.check_cases(answers)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# Find the GPU in the list that we printed from `GPUS`. The known problems help too.
+# Find the GPU or CPU in the lists that we printed. The known problems help too.
 #
 # </details>
 #
@@ -475,7 +476,7 @@ exercises.check_outputs(outputs)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# Fabric and accelerate wrap the model. The Trainer calls your model without a wrapper.
+# Fabric and accelerate wrap the model. Lightning's Trainer calls your model without a wrapper.
 #
 # </details>
 #
