@@ -185,7 +185,7 @@ assert {p.dtype for p in amp_model.parameters()} == {torch.float32}
 # %% [markdown]
 # Both losses fell by nearly the same amount, as the assertion checks.
 #
-# Next we measure the time of a step. `compare` runs the two loops in turns. We also compare the *saved
+# Next we measure the time of a step. `compare` runs a step of each loop in turns. We also compare the *saved
 # activations*: the tensors that the forward pass keeps in memory for the backward pass. `forecast_memory`
 # computes their size from the shapes.
 
@@ -349,5 +349,5 @@ exercises.check_marked_lines(amp_step)
 # - PyTorch, [Automatic mixed precision
 #   recipe](https://docs.pytorch.org/tutorials/recipes/recipes/amp_recipe.html): the same loop, on an
 #   NVIDIA GPU.
-# - P. Micikevicius et al., [Mixed Precision Training](https://arxiv.org/abs/1710.03740), ICLR 2018: the
-#   paper that introduced fp32 weights with fp16 arithmetic.
+# - P. Micikevicius et al., [Mixed Precision Training](https://arxiv.org/abs/1710.03740), ICLR 2018: fp32
+#   weights with fp16 arithmetic.

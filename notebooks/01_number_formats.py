@@ -20,8 +20,7 @@
 #   and to predict which of these errors occur in each format;
 # - why mixed precision keeps fp32 *master weights*, scales the loss, and adds up in fp32.
 #
-# **What you need.** PyTorch, and some experience with training a network. You need no GPU: only the
-# network at the end uses your device.
+# **What you need.** PyTorch, and some experience with training a network. You need no GPU.
 
 # %% tags=["nbval-ignore-output"]
 import math
@@ -55,7 +54,8 @@ assert 2048 * torch.finfo(torch.float16).eps == 2  # the spacing at 2048
 #
 # - The first number is too small for the range of fp16. It *underflows* to zero.
 # - The second number is too large. It *overflows* to infinity.
-# - There is no fp16 number between 2048 and 2050, so adding 1 changes nothing. This is called *swamping*.
+# - There is no fp16 number between 2048 and 2050. The sum is rounded to 2048, so adding 1 changes nothing.
+#   This is called *swamping*.
 #
 # ## What the bits mean
 #
@@ -106,7 +106,7 @@ assert torch.tensor(1e30).half() == math.inf
 # Four numbers describe a format:
 #
 # - the smallest positive number;
-# - the smallest *normal* number, which is the smallest number with a 1 before the mantissa;
+# - the smallest *normal* number, which is the smallest positive number with a 1 before the mantissa;
 # - the largest number;
 # - *eps*, the distance from 1 to the next larger number.
 #
@@ -143,7 +143,7 @@ _ = figures.range_and_spacing(pictured)
 # %% [markdown]
 # In the upper half, each bar shows the range of a format. Its subnormal part is hatched.
 #
-# The lower half shows the relative spacing at each power of two. Where its numbers are normal, each line is
+# The lower half shows the relative spacing at each power of two. Where the numbers are normal, each line is
 # flat at eps, because **the spacing doubles with each power of two**. For subnormal numbers, the relative
 # spacing grows as the numbers become smaller. <!-- tests/notebooks/test_01_number_formats.py -->
 #
@@ -164,9 +164,9 @@ print("fp16:", *(f"{n:.0f}" for n in numbers.half()))
 assert numbers.half().tolist() == [2048, 2048, 2050, 2052, 2052, 2052, 2054, 2056, 2056]
 
 # %% [markdown]
-# 2049 was rounded down to 2048 and 2051 up to 2052. The error of one rounding is at most half the spacing.
-# For a normal number, this is at most eps/2 of the number: about 0.4 % in bf16 and 0.05 % in
-# fp16. <!-- tests/notebooks/test_01_number_formats.py -->
+# 2049 was rounded down to 2048 and 2051 up to 2052. Within the range of a format, the error of one
+# rounding is at most half the spacing. For a normal number, this is at most eps/2 of the number: about
+# 0.4 % in bf16 and 0.05 % in fp16. <!-- tests/notebooks/test_01_number_formats.py -->
 #
 # ## Overflow
 #
@@ -191,9 +191,9 @@ assert ((inf * 0) + 1).isnan()
 #
 # Infinity minus infinity and infinity times zero are NaN (*not a number*), but 1 divided by infinity is 0.
 #
-# Of the two fp8 formats, E5M2 has infinities, but E4M3 [has none](https://arxiv.org/abs/2209.05433):
-# depending on the version of PyTorch, [a number that is too
-# large](https://github.com/pytorch/pytorch/pull/178817) becomes 448 or NaN.
+# Of the two fp8 formats, E5M2 has infinities and E4M3 [has none](https://arxiv.org/abs/2209.05433). In
+# E4M3, a number that is too large becomes 448 or NaN, [depending on the version of
+# PyTorch](https://github.com/pytorch/pytorch/pull/178817).
 # <!-- tests/notebooks/test_01_number_formats.py -->
 #
 # ## Underflow
@@ -246,9 +246,8 @@ for name, expected in ends_at.items():
 #
 # ## Three techniques that make 16 bits work
 #
-# In 2018 Micikevicius and others showed in [*Mixed Precision Training*](https://arxiv.org/abs/1710.03740)
-# how to train networks in fp16 to the accuracy of fp32. They use three techniques. We try each on a tiny
-# example.
+# Micikevicius and others showed in [*Mixed Precision Training*](https://arxiv.org/abs/1710.03740) how to
+# train networks in fp16 to the accuracy of fp32. They use three techniques. We try each on a tiny example.
 #
 # ### 1. Master weights in fp32, against swamping
 #
@@ -298,8 +297,8 @@ assert abs(scaled / expected - 1) < fp16.eps  # fp16 rounds once, by eps/2 at mo
 # Without a scale the gradient becomes zero. With a scale of 2^16 it arrives with the precision of fp16.
 #
 # Loss scaling works because backpropagation is linear. If we multiply the loss by 2^16, every gradient is
-# 2^16 times as large on its way through fp16. Afterwards we divide by 2^16 in fp32. Multiplying by a power
-# of two changes only the exponent, so it rounds nothing, unless a scaled gradient overflows.
+# 2^16 times as large on its way through fp16. Afterwards we divide by 2^16 in fp32. As long as the numbers
+# stay in the normal range, multiplying by a power of two changes only their exponent, so it rounds nothing.
 #
 # ### 3. Sums in fp32, against swamping in matmuls
 #
@@ -321,8 +320,8 @@ assert abs((a @ b).item() / exact - 1) < fp16.eps
 assert not torch.backends.cuda.matmul.allow_fp16_accumulation
 
 # %% [markdown]
-# The sum in fp16 ends much too low: the larger the sum gets, the more products it swamps. PyTorch's fp16
-# matmul avoids this. It reads 16-bit inputs, adds up in fp32, and rounds once at the end.
+# The sum in fp16 ends much too low. As the sum grows, its spacing grows too, so more and more products are
+# swamped. `a @ b` avoids this: it reads 16-bit inputs, adds up in fp32, and rounds once at the end.
 # [GPUs usually work in the same way](https://docs.pytorch.org/docs/stable/notes/numerical_accuracy.html),
 # unless you switch on [`allow_fp16_accumulation`](https://docs.pytorch.org/docs/stable/notes/cuda.html).
 #
@@ -380,7 +379,7 @@ _ = figures.gradients_against_fp16(gradients.abs().log2(), scales=(1, 2**16))
 # | tf32 | 3.4e38 | 3 | inputs of fp32 matmuls, on GPUs that have it |
 # | bf16 | 3.4e38 | 2 to 3 | activations and matmuls, without loss scaling |
 # | fp16 | 65504 | 3 | activations and matmuls, with loss scaling |
-# | fp8 E5M2 | 57344 | 1 | gradients in many recipes, scaled by tensor |
+# | fp8 E5M2 | 57344 | 1 | [gradients](https://arxiv.org/abs/2209.05433), scaled by tensor |
 # | fp8 E4M3 | 448 | 1 | weights and activations, scaled by tensor or block |
 #
 # Formats fail in three ways:

@@ -83,7 +83,7 @@ assert defaults == [torch.bfloat16] + [torch.float16] * 3
 # 1. **Is the call eligible?** [Some tensors and some calls](#What-is-eligible,-and-what-is-not) are not
 #    cast.
 # 2. **Is the op on the list of this backend?** If neither the op nor the ops that it calls are listed,
-#    PyTorch's usual promotion applies: fp32 and a 16-bit dtype give fp32.
+#    PyTorch's usual rules apply: the sum of an fp32 matrix and a 16-bit matrix is fp32.
 # 3. **Which policy does the op have there?**
 #
 # ## Find the policy of an op
@@ -164,8 +164,8 @@ assert (inside + wide).dtype is torch.float32
 assert (inside.float() @ wide).dtype is torch.float32
 
 # %% [markdown]
-# The addition promotes to fp32, but the matmul raises an error. Call `.float()` on the result or move the
-# line into the block. The loss [belongs in the
+# The addition promotes to fp32, but the matmul raises an error. Call `.float()` on the 16-bit tensor, or
+# move the matmul into the block. The loss [belongs in the
 # block](https://docs.pytorch.org/docs/stable/amp.html#torch.autocast) anyway.
 #
 # ## Backward: no autocast there
@@ -190,9 +190,10 @@ assert weight.grad.dtype is weight.dtype is torch.float32
 # the loss in fp32. The backward pass multiplies in low precision as well, because the saved tensors have
 # that dtype. The backward of a cast is the cast back, so the gradient of `weight` arrives in fp32.
 #
-# **Keep `backward()` out of the block.** Inside, [autocast would apply its list to the backward
-# ops](https://docs.pytorch.org/docs/stable/amp.html#torch.autocast) as well. If you ran a matmul in fp32
-# on purpose, its backward would then run in low precision. <!-- tests/notebooks/test_02_autocast_dtypes.py -->
+# **Keep `backward()` out of the block**, as [PyTorch
+# recommends](https://docs.pytorch.org/docs/stable/amp.html#torch.autocast). Inside, autocast would apply
+# its list to the backward ops as well. If you ran a matmul in fp32 on purpose, its backward would then run
+# in low precision. <!-- tests/notebooks/test_02_autocast_dtypes.py -->
 #
 # ## Nest and disable autocast
 #
@@ -242,8 +243,8 @@ for kind, count in counts.items():
 assert list(counts.values()) == [1, 5, 5, 5]
 
 # %% [markdown]
-# Only the trained weight was cast once, with the cache on. In training, the cache holds **leaf tensors that
-# require a gradient**: the parameters that you train.
+# Only one case needed a single cast: the trained weight, with the cache on. In training, the cache holds
+# the casts of **leaf tensors that require a gradient**: the parameters that you train.
 #
 # The cache hurts if a weight changes inside the block. We double a weight, as `optimizer.step()` might.
 
@@ -268,7 +269,7 @@ assert torch.equal(fresh, 2 * before)
 # ## Your own autograd functions
 #
 # The `forward` of a `torch.autograd.Function` runs inside the block, where autocast casts. Its `backward`
-# runs outside, where autocast does not cast. In this example the dtypes no longer match.
+# runs outside, where autocast does not cast. In this example, the dtypes in `backward` do not match.
 
 
 # %%
@@ -344,7 +345,8 @@ assert all(table[name][1] == predicted for name, predicted in here.items())
 # Each field shows the dtype that an op returns on a backend for an input in low precision. Dark fields are
 # fp32.
 #
-# - From `linear` to `add fp32`, all backends follow the same policy. <!-- tests/notebooks/test_02_autocast_dtypes.py -->
+# - From `linear` to `add fp32`, an op has the same policy on all four backends.
+#   <!-- tests/notebooks/test_02_autocast_dtypes.py -->
 # - From `sum` to `layer_norm`, the CPU stays in low precision where CUDA goes to fp32. CUDA does so because
 #   [some ops, such as reductions, often need the range of
 #   fp32](https://docs.pytorch.org/docs/stable/amp.html). So a test on a CPU does not tell you which dtypes
@@ -362,7 +364,7 @@ assert all(table[name][1] == predicted for name, predicted in here.items())
 #
 # | question | answer |
 # |---|---|
-# | Is the call eligible? | Yes, if its tensors are floats other than float64 on the named device, and if the call has no `out=` and is not in place. |
+# | Is the call eligible? | Yes, if its tensors are floats other than float64 on the named device, and if the call has no `out=` or `dtype=` and is not in place. |
 # | Is the op on the list? | `x @ y.T` is listed, `torch.outer` is not. Each backend has its own list. |
 # | Which policy does the op have? | Lower precision, fp32, or promote. |
 #

@@ -175,8 +175,8 @@ show("after unscale_", layer)
 check(layer, -0.8348, -1.9002, [-0.0591, 1.0])
 
 # %% [markdown]
-# To four decimals, the gradients equal those of the fp32 step. Next, `scaler.step` calls
-# `optimizer.step()`, but only if all gradients are finite. Here they are, so the parameters change.
+# To four decimals, the gradients equal those of the fp32 step. Next comes `scaler.step`: the optimizer
+# takes its step only if all its gradients are finite. Here they are, so the parameters change.
 
 # %%
 scaler.step(optimizer)  # AMP: was optimizer.step()
@@ -204,10 +204,11 @@ assert (scaler.get_scale(), good_steps) == (4096, 1)
 #
 # ## An overflow: the step is skipped, the scale halves
 #
-# The largest fp16 number is 65504. In our network the loss is the fp16 output. Its gradient is in fp16 too,
-# and its value is the scale, because the scaled loss is scale x output. A scale of 131072 (2^17) does not
-# fit into fp16, so this gradient is infinite. `train_step` contains the lines of the step above, without
-# `unscale_`, and prints the result.
+# The largest fp16 number is 65504. The loss of our network is its output, which is in fp16. So the
+# gradient of the output is in fp16 too. This gradient equals the scale, because the scaled loss is
+# scale x output. A scale of 131072 (2^17) does not fit into fp16, so the gradient becomes infinite.
+#
+# `train_step` contains the lines of the step above, without `unscale_`, and prints the result.
 
 
 # %%
@@ -266,7 +267,7 @@ assert torch.amp.GradScaler(device.type).get_growth_interval() == 2000
 #
 # With both rules, the scale climbs until a gradient overflows, then halves and climbs again. To plot
 # this, we fit a linear layer to noisy data, with a growth interval of 10. This time the loss is
-# `mse_loss`, which autocast runs in fp32. So the scale may exceed 65504.
+# `mse_loss`, which autocast runs in fp32. So the scaled loss is in fp32, and the scale may exceed 65504.
 
 # %%
 torch.manual_seed(0)
@@ -386,7 +387,7 @@ for dtype in (torch.float16, torch.bfloat16):
 # |---|---|
 # | `scaler.scale(loss).backward()` | multiplies the loss by the scale, and therefore every gradient |
 # | `scaler.unscale_(optimizer)` | divides the gradients by the scale in place and checks for inf and NaN; you need it before clipping |
-# | `scaler.step(optimizer)` | unscales the gradients if you did not call `unscale_`; the optimizer takes its step only if all gradients are finite |
+# | `scaler.step(optimizer)` | unscales the gradients if you did not call `unscale_`; the optimizer takes its step only if all its gradients are finite |
 # | `scaler.update()` | by default halves the scale after a skipped step, and doubles it after 2000 good steps in a row |
 #
 # Use one scaler for the whole training run, and [save its state in the

@@ -94,8 +94,8 @@ assert all(layer.kernel_size == (1, 1) for layer in convolutions)
 # %% [markdown]
 # ## The plain step, and the same step with AMP
 #
-# We write one training step without AMP and one with AMP. The plain step returns the loss as a tensor,
-# because reading it with `loss.item()` would make the CPU [wait for the
+# We write one training step without AMP and one with AMP. Each returns the loss as a tensor, because
+# reading it with `loss.item()` would make the CPU [wait for the
 # GPU](https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html#avoid-unnecessary-cpu-gpu-synchronization)
 # in every step.
 
@@ -112,8 +112,8 @@ def step_fp32(model, optimizer):
 
 
 # %% [markdown]
-# With AMP, the forward pass and the loss run under autocast, and a scaler handles the backward pass and
-# the optimizer step. The comment `# AMP` marks what AMP adds or changes.
+# With AMP, the forward pass and the loss run under autocast. A scaler scales the loss and runs the
+# optimizer step. The comment `# AMP` marks what AMP adds or changes.
 
 
 # %%
@@ -194,7 +194,7 @@ for loss in losses.values():  # (seeds, epochs)
 
 # %% [markdown]
 # Each line is the mean loss over the seeds, on a logarithmic axis. The band around a line reaches from
-# the lowest seed to the highest. With two CPU threads the two lines nearly coincide.
+# the lowest seed to the highest. On our two CPU cores the two lines nearly coincide.
 #
 # To put a number on the difference, we average the loss of each run over the last ten epochs:
 
@@ -208,9 +208,9 @@ for precision, loss in final.items():
 print(f"the seeds of fp32 differ by up to {(fp32_final.max() - fp32_final.min()).item():.5f}")
 
 # %% [markdown]
-# The means of fp32 and bf16 differ by less than the seeds of fp32 do, so we see no loss of accuracy. A
-# difference that is smaller than the spread may be chance. To find a smaller difference, subtract the losses
-# of two runs with the same seed, as in the third exercise.
+# Here the means of fp32 and bf16 differ by less than the seeds of fp32 do, so we see no loss of accuracy.
+# A difference that is smaller than the spread may be chance. To find such a difference, subtract the
+# losses of two runs with the same seed, as in the third exercise.
 #
 # We let the networks of the first seed draw the picture.
 
@@ -261,11 +261,11 @@ fastest = training.ratio(Precision.FP32, precisions[-1])
 assert device.type == "cpu" or not fastest.is_below(1)
 
 # %% [markdown]
-# Each line shows the time of a step. From the second line on, it also shows the speed-up over FP32 and its
-# interval. AMP is faster if the interval lies above 1x, and slower if it lies below 1x. If the interval
-# contains 1x, this measurement cannot tell. Here AMP is faster.
+# Each line shows the time of a step. From the second line on, a line also shows the speed-up over FP32 and
+# its interval. AMP is faster if the interval lies above 1x, and slower if it lies below 1x. If the interval
+# contains 1x, this measurement cannot tell. On our two CPU cores AMP is faster.
 #
-# Inference runs the forward pass, so it needs autocast but no scaler. Will inference gain more than
+# Inference runs only the forward pass, so it needs autocast but no scaler. Will inference gain more than
 # training, or less?
 
 # %% tags=["nbval-ignore-output"]
@@ -277,7 +277,7 @@ assert all(is_possible(inference, p, inference_flops, report) for p in precision
 assert inference_flops < 0.5 * training_flops  # the backward pass is most of a step
 
 # %% [markdown]
-# With two CPU threads, inference gained less than training. On your device it may gain more, so measure
+# On our two CPU cores, inference gained less than training. On your device it may gain more, so measure
 # both.
 #
 # ## Memory of a training step
@@ -312,9 +312,8 @@ _ = figures.time_and_memory(
 # The figure shows the time on the left and the memory on the right. The label above a bar gives its value
 # and, except for FP32, the speed-up or the share of FP32's memory. <!-- tests/plots/test_plots.py -->
 #
-# With bf16, autograd stores about half as many bytes as with FP32, because nearly all saved tensors are
-# activations in bf16. On Apple's MPS autograd stores more than with FP32, because batch normalisation
-# runs in fp32 there. <!-- tests/notebooks/test_04_fp32_vs_amp.py -->
+# Except on Apple's MPS, autograd stores about half as many bytes with bf16 as with FP32, because nearly
+# all saved tensors are activations in bf16. <!-- tests/notebooks/test_04_fp32_vs_amp.py -->
 #
 # The peak also includes the weights, their gradients and Adam's state. All of these [stay in
 # fp32](06_caltech256_resnet50.ipynb#Count-the-memory-of-a-step), so the peak shrinks less.
@@ -337,8 +336,8 @@ for task, (fp32_s, amp_s) in article.items():
 # **Do not count the first step.** It can be slow, for example because it [loads a
 # library](https://docs.pytorch.org/tutorials/recipes/recipes/benchmark.html). Warm up before you measure.
 #
-# **Do not stop the clock too early.** A call that starts work on a GPU returns before the work is done. If
-# you read the clock without waiting first, you time how fast the CPU queues work.
+# **Do not stop the clock too early.** A call that starts work on a GPU usually returns before the work is
+# done. If you read the clock without waiting first, you time how fast the CPU queues work.
 #
 # `compare` always waits, so we write a clock that waits only if we ask it to. `Rounds` is the part of
 # `compare` that collects the times of each round.
@@ -374,7 +373,7 @@ assert not hidden.is_below(0.9)
 assert device.type != "cpu" or not hidden.is_above(1.1)
 
 # %% [markdown]
-# The second line compares the two clocks. With two CPU threads they agree: the interval contains 1x.
+# The second line compares the two clocks. On our two CPU cores they agree: the interval contains 1x.
 #
 # On a GPU the interval may lie above 1x. But both clocks time the same step, so this speed-up is not real:
 # the second clock stopped too early. On an H100, it reported [six times the
