@@ -35,8 +35,8 @@ device, scale = start()  # AMP_LAB_DEVICE and AMP_LAB_SCALE override the choice
 figures.use_style()
 
 # %% [markdown]
-# The line shows the device, the version of torch, the date and the commit. *Quick scale* means that the
-# problems are small enough for a CPU. <!-- tests/core/test_device.py -->
+# The printed line shows the device, the version of torch, the date and the commit. *Quick scale* means
+# that the problems are small enough for a CPU. <!-- tests/core/test_device.py -->
 # <!-- tests/notebooks/test_notebooks.py -->
 #
 # ## The idea in five lines
@@ -135,9 +135,9 @@ def train_amp(model, optimizer, batches, dtype, scaler):
 # %% [markdown]
 # The marked lines use two tools:
 #
-# - **`torch.autocast`** picks the precision of [each op in its block](02_autocast_dtypes.ipynb): 16 bits
-#   for linear layers and convolutions, and fp32 for ops that need it, such as most losses. The weights stay
-#   in fp32.
+# - **`torch.autocast`** casts the inputs of [many ops in its block](02_autocast_dtypes.ipynb): to 16 bits
+#   for linear layers and convolutions, and to fp32 for ops that need it, such as most losses. The weights
+#   stay in fp32.
 # - **The scaler** is needed only for fp16, where a gradient smaller than about 3e-8 [becomes
 #   zero](01_number_formats.ipynb#Underflow). `scale` multiplies the loss, and so all gradients, by a large
 #   number, the *loss scale*. `step` divides the gradients by the loss scale before the optimizer uses

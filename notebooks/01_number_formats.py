@@ -329,7 +329,7 @@ assert not torch.backends.cuda.matmul.allow_fp16_accumulation
 #
 # Are gradients really that small? We train a small network on scikit-learn's handwritten digits in fp32
 # ([`course/digits.py`](course/digits.py)), and look at the gradients with respect to the *activations*
-# after training. Under autocast in fp16, most gradients of activations [pass through
+# after training. Under autocast in fp16, linear layers [compute such gradients in
 # fp16](02_autocast_dtypes.ipynb#Backward:-no-autocast-there).
 
 # %% tags=["nbval-ignore-output"]
