@@ -26,8 +26,8 @@
 
 # %% [markdown]
 # You select the Keras backend with an environment variable [before you import
-# Keras](https://keras.io/getting_started/#configuring-your-backend). We select torch. To use both
-# backends, we start a process for each.
+# Keras](https://keras.io/getting_started/#configuring-your-backend). We select torch. To use both torch
+# and TensorFlow, we start a process for each.
 
 # %% tags=["nbval-ignore-output"]
 import os
@@ -89,10 +89,10 @@ for name in POLICIES:
     assert (policy.variable_dtype == "float32") == (name == "float32" or name.startswith("mixed"))
 
 # %% [markdown]
-# The last two policies have no float32 weights, so they lose small updates ([notebook
+# The last two policies have no float32 weights, so small updates are lost ([notebook
 # 01](01_number_formats.ipynb)).
 #
-# `set_dtype_policy` sets the policy of all layers that you create afterwards. `dtype=` sets the policy
+# `set_dtype_policy` sets the policy of the layers that you create afterwards. `dtype=` sets the policy
 # of one layer:
 
 # %%
@@ -175,8 +175,8 @@ assert off["wrong"] > 1.8
 #
 # ## When compile adds a loss scale
 #
-# `compile` wraps the optimizer in a `LossScaleOptimizer` if the *model's* policy is `mixed_float16`. We
-# compile a small model under three policies:
+# By default, `compile` wraps the optimizer in a `LossScaleOptimizer` if the *model's* policy is
+# `mixed_float16`. We compile a small model under three policies:
 
 
 # %%
@@ -263,7 +263,7 @@ def step_with_tensorflow(self, data):
 
 
 # %% [markdown]
-# Both steps work under `float32` and both mixed policies, because without a `LossScaleOptimizer`, `scale_loss`
+# Both steps work under `float32` and both mixed policies, because without a loss scale, `scale_loss`
 # returns the loss unchanged. This small network uses them:
 # <!-- tests/notebooks/test_12_keras.py -->
 
@@ -338,14 +338,14 @@ for backend, record in trained.items():
 # %% [markdown]
 # The scale halves from 2^24 down to 2^16, where the gradients no longer overflow. Then it doubles
 # after every five good steps. Each halving means a skipped step, and `iterations` does not count
-# skipped steps. `model.save` stores the scale, so a loaded model continues with the saved scale.
+# skipped steps. A `.keras` file stores the scale, so a loaded model continues with the saved scale.
 # <!-- tests/notebooks/test_12_keras.py -->
 #
 # ## A mistake in a custom step
 #
 # In Keras 3, `apply` divides the gradients by the scale. If you forget `scale_loss`, or divide by hand too,
-# as in TensorFlow 2.x, `apply` divides gradients that are not scaled. It raises no error. We compare how far
-# a weight moves with a scaled gradient and with one that is not scaled:
+# as in TensorFlow 2.x, `apply` divides gradients that are not scaled, and raises no error. We compare how
+# far a weight moves with a scaled gradient and with one that is not scaled:
 
 # %%
 gradient = ops.convert_to_tensor([0.5])
@@ -399,7 +399,7 @@ for wrong in ({"dynamic": False}, {"loss_scale": "dynamic"}):
 # ## Summary
 #
 # - A policy names the dtype in which a layer computes and the dtype of its weights. Mixed policies keep
-#   float32 weights. You set a policy for all new layers or for one layer.
+#   float32 weights. You set a policy for new layers or for one layer.
 # - A policy applies to a whole layer, while autocast chooses a dtype for each op.
 # - Keep the last layer in float32, without an activation, and use a loss with `from_logits=True`.
 # - `compile` adds a loss scale if the model's policy is `mixed_float16`. If only the layers have

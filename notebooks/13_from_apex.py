@@ -100,7 +100,8 @@ assert torch.equal(today, as_apex_did)
 # | loss scale | 1 | dynamic | dynamic | 1 |
 #
 # - **Patched functions** (O1): functions that multiply matrices cast their inputs to fp16. Functions
-#   such as softmax and the losses cast their inputs to fp32.
+#   such as softmax and `cross_entropy` cast [their inputs to
+#   fp32](https://github.com/NVIDIA/apex/blob/e13873debc4699d39c6861074b9a3b2a02327f92/apex/amp/lists/functional_overrides.py).
 # - **Master weights** (O2): the optimizer updates an fp32 copy of each fp16 weight.
 # - **The dynamic loss scale** (O1 and O2) [started at
 #   2^16](https://github.com/NVIDIA/apex/blob/e13873debc4699d39c6861074b9a3b2a02327f92/apex/amp/scaler.py)
@@ -149,7 +150,7 @@ assert table["O0"] == table["fp32 today"]
 
 # %% [markdown]
 # At O1 only the activations are fp16, and autocast has the same row. At O2 weights and gradients are
-# fp16, and Adam updates fp32 master weights.
+# fp16 too, and Adam updates fp32 master weights.
 #
 # ### O0 and O1: fp32, and casts around ops
 #
@@ -182,17 +183,19 @@ check_close(runs["autocast"], runs["O2"], tolerance=2**-9)  # 4 roundings of fp1
 assert runs["autocast"].losses != runs["O2"].losses
 
 # %% [markdown]
-# The losses are close, but not equal: they differ by up to 0.2 % of the largest loss. Apex made the master
-# weights *after* it had cast the model to fp16, so the master weights start with only 11 significant bits.
+# The losses are close, but not equal: they differ by at most 0.2 % of the largest loss. Apex made the
+# master weights [*after* it had cast the model to
+# fp16](https://github.com/NVIDIA/apex/blob/e13873debc4699d39c6861074b9a3b2a02327f92/apex/amp/_initialize.py),
+# so the master weights start with only 11 significant bits.
 #
 # ### O3: everything in fp16
 #
 # Today O3 is `model.half()` with an optimizer that updates the fp16 weights. O3 has two problems:
 #
 # - Small weight updates are rounded away ([notebook 16](16_low_precision_state.ipynb)).
-# - Adam divides by the root of an average of squared gradients, plus 1e-8. In fp16, both can become zero.
-#   For a first gradient of 0.0005, the average is 0.001 times the square of the gradient. We check that
-#   this average and 1e-8 are zero in fp16:
+# - Adam divides by the root of an average of squared gradients, plus 1e-8. In fp16, the average and 1e-8
+#   can both become zero. For a first gradient of 0.0005, the average is 0.001 times the square of the
+#   gradient. We check that this average and 1e-8 are zero in fp16:
 
 # %%
 assert 0.001 * torch.tensor(5e-4).half() ** 2 == 0 == torch.tensor(1e-8).half()
@@ -212,8 +215,8 @@ assert losses[1] != losses[1]  # NaN
 # | O2 | 2 | 2 | 4 | 4 | 8 | 20 |
 # | O3 | 2 | 2 | | | 4 | 8 |
 #
-# O2 took the most memory: the master weights and their gradients cost more than fp16 saves on weights
-# and gradients.
+# O2 took the most memory per parameter: the master weights and their gradients cost more than fp16 saves
+# on weights and gradients.
 #
 # ## The loop, line by line
 #
@@ -319,7 +322,7 @@ print(f"GradScaler(1024.0) has the scale {got.get_scale():.0f}")
 assert (asked.get_scale(), got.get_scale()) == (1024, 65536)
 
 # %% [markdown]
-# The scaler took 1024.0 as the device. Pass these arguments by keyword to avoid this mistake.
+# The scaler took 1024.0 as the device. Pass `init_scale` by keyword to avoid this mistake.
 #
 # ## Let a tool do it (optional)
 #
@@ -374,8 +377,8 @@ if find_spec("libcst") is not None:
 # states of model, optimizer and `amp`. Checkpoints can have these complications:
 #
 # - names begin with `module.` if the model was wrapped for several GPUs;
-# - at O2 the weights are fp32 but hold fp16 values, because Apex's `state_dict` [cast the fp16 weights to
-#   fp32](https://github.com/NVIDIA/apex/blob/e13873debc4699d39c6861074b9a3b2a02327f92/apex/amp/_initialize.py);
+# - at O2 the file holds the fp16 weights in fp32, because Apex's `state_dict` [cast
+#   them](https://github.com/NVIDIA/apex/blob/e13873debc4699d39c6861074b9a3b2a02327f92/apex/amp/_initialize.py);
 # - the master weights are missing, unless the program saved them.
 #
 # Our reference run trains for eight steps, writes such a checkpoint, and trains for eight more steps.
@@ -460,7 +463,7 @@ folder.cleanup()
 # - In the loop, `scale_loss` becomes `scale(loss).backward()`, and `optimizer.step()` becomes
 #   `scaler.step(optimizer)`. Call `unscale_` before you clip, and `update` after the step.
 # - When you move from `torch.cuda.amp`, always pass the dtype, and pass the device as the first argument.
-# - An Apex checkpoint stores the loss scale under other names. With its master weights, our run at O2
+# - An Apex checkpoint stores the scaler's state under other names. With its master weights, our run at O2
 #   resumed exactly.
 #
 # ## Exercises
@@ -560,7 +563,7 @@ exercises.check_limits(update_within)
 #
 # ### 4. Two losses, two optimizers
 #
-# With Apex, this GAN used `num_losses=2`. Complete its step with a single scaler: run backward for both
+# With Apex, a GAN used `num_losses=2`. Complete its step with a single scaler: run backward for both
 # losses, step both optimizers, and update the scale once.
 
 

@@ -9,7 +9,7 @@
 # %% [markdown]
 # # Review ten common practices
 #
-# **What you'll do.** Review ten common pieces of advice for mixed precision. For two of them we run an
+# **What you'll do.** Review ten common pieces of advice for mixed precision. For three of them we run an
 # experiment here.
 #
 # **What you'll learn.**
@@ -258,7 +258,7 @@ for precision, (found, events) in profiles.items():
 # - Eight of the ten practices are right. You need the scaler only for fp16, and its settings rarely need
 #   a change.
 # - End the autocast block before `backward`.
-# - A profile with `record_shapes=True` shows the dtype of each op and the casts.
+# - A profile with `record_shapes=True` shows the dtypes of input tensors, and the casts.
 #
 # ## Exercises
 #
@@ -320,7 +320,7 @@ exercises.check_casts(casts_in_forward)
 # casts_in_forward = 3 + 3 + 1  # weights, biases and the input
 # ```
 #
-# The output of a layer is fp16, and ReLU keeps this dtype. So only the first layer's input is cast.
+# The output of a linear layer is fp16, and ReLU keeps this dtype. So only the first layer's input is cast.
 #
 # </details>
 #
@@ -408,5 +408,5 @@ exercises.check_verdict(verdict)
 #   of these practices, with advice for when things go wrong.
 # - PyTorch, [Performance tuning
 #   guide](https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html): more practices.
-# - PyTorch, [`torch.profiler`](https://docs.pytorch.org/docs/stable/profiler.html): how to read the
-#   profile of practice 10.
+# - PyTorch, [`torch.profiler`](https://docs.pytorch.org/docs/stable/profiler.html): the profiler of
+#   practice 10.

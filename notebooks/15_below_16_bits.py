@@ -129,7 +129,7 @@ _ = figures.sqnr_by_format(errors)
 # %% [markdown]
 # The figure shows the SQNR of all values except the outliers. Higher is better. Without an outlier, the
 # error depends almost only on the element: 31 to 32 dB in E4M3 (an error of 3 %), and 19 to 20 dB in
-# E2M1 (10 %).
+# E2M1 (about 10 %).
 #
 # The outlier channel puts one outlier into each row. Each outlier ruins the values that share its scale:
 #
@@ -290,8 +290,8 @@ for name in ("mxfp4", "nvfp4"):
     assert mean["fp32"] - max(between_seeds, 0.05) < mean[name] < mean["fp8, no scale"] - 0.1
 
 # %% [markdown]
-# A format that works for a hundred steps of a tiny GPT can fail in a long training of a large model. But
-# **a format that fails here is not worth a large run**.
+# A format that works for a hundred steps of a tiny GPT can [fail in a long training of a large
+# model](https://arxiv.org/abs/2409.12517). But **a format that fails here is not worth a large run**.
 #
 # **Keep some layers in 16 bits**: [embeddings, the head, routers and
 # norms](https://arxiv.org/abs/2412.19437), and layers whose error is large.
@@ -299,7 +299,7 @@ for name in ("mxfp4", "nvfp4"):
 # ## Compare with PyTorch's FP8 matmul (optional)
 #
 # PyTorch's FP8 matmul, `torch._scaled_mm`, takes the rounded operands and their scales. It runs on a
-# GPU with FP8 hardware, and also on a CPU. We compare its result with that of our simulation:
+# GPU with FP8 hardware, and also on a CPU. We compare its result with our simulation:
 
 # %% tags=["nbval-ignore-output"]
 a, b = torch.randn(32, 64), torch.randn(48, 64)
@@ -325,12 +325,12 @@ assert off < 2**-8  # the rounding of the result to bf16
 # ## Sums in 14 bits (optional)
 #
 # Our simulation adds the products in fp32. A Hopper GPU adds FP8 products in [about 14
-# bits](https://arxiv.org/abs/2412.19437). To lose less, a matmul kernel can move its partial sums to fp32
-# several times. PyTorch's FP8 matmul does so, unless you pass `use_fast_accum=True`. `hopper_matmul` adds
-# as an H100 does, with either value. <!-- tests/formats/test_hopper_sums.py -->
+# bits](https://arxiv.org/abs/2412.19437). To lose less there, PyTorch's FP8 matmul moves its partial sums
+# to fp32 several times, unless you pass `use_fast_accum=True`. `hopper_matmul` adds as an H100 does.
+# <!-- tests/formats/test_hopper_sums.py -->
 #
-# We sum 4096 products, first of values with both signs, then of their magnitudes. Before you run this:
-# in which case does a sum in 14 bits lose more accuracy?
+# We sum 4096 products, first of values with both signs, then of their magnitudes. In which case will a
+# sum in 14 bits lose more accuracy?
 
 # %%
 rows = torch.randn(2, 16, 4096)
@@ -360,15 +360,16 @@ for kind_of_values, (left, right) in (("both signs", rows), ("one sign", rows.ab
 # | AMD MI300 | yes, as *fnuz* | no |
 # | AMD MI350 | yes | MXFP8, MXFP4 |
 #
-# Sources: [NVIDIA](https://nvidia.github.io/TransformerEngine/support_matrix.html) and
-# [AMD](https://rocm.docs.amd.com/en/latest/reference/precision-support.html).
+# Sources: [NVIDIA](https://nvidia.github.io/TransformerEngine/support_matrix.html),
+# [CUTLASS](https://github.com/NVIDIA/cutlass/blob/main/media/docs/cpp/blackwell_functionality.md) for
+# MXFP4, and [AMD](https://rocm.docs.amd.com/en/latest/reference/precision-support.html).
 #
-# On Blackwell RTX, some kernels are missing: torch's MXFP8 matmul takes only [one layout of the
-# operands](https://github.com/pytorch/pytorch/issues/198126), and users report that Transformer Engine's
-# default NVFP4 recipe [fails](https://github.com/NVIDIA/TransformerEngine/issues/3062).
+# On Blackwell RTX, some kernels are missing: with cuBLAS before 13.6, torch's MXFP8 matmul takes only [one
+# layout of the operands](https://github.com/pytorch/pytorch/pull/198188), and users report that Transformer
+# Engine's default NVFP4 recipe [fails](https://github.com/NVIDIA/TransformerEngine/issues/3062).
 #
-# MI300 uses the *fnuz* variants of E4M3 and E5M2, in which the same bits mean half the value. A checkpoint
-# in E4M3 that is read as *fnuz*, or the reverse, has wrong values:
+# MI300 uses the *fnuz* variants of E4M3 and E5M2, in which the bits of a nonzero number mean half the value.
+# A checkpoint in E4M3 that is read as *fnuz*, or the reverse, has wrong values:
 
 # %%
 bits = torch.tensor([0x38], dtype=torch.uint8)
@@ -384,8 +385,8 @@ assert (usual, fnuz, torch.finfo(torch.float8_e4m3fnuz).max) == (1.0, 0.5, 240)
 # 1. It runs one training step in fp32.
 # 2. For each linear layer and convolution, it rounds the operands of the three matmuls to each format,
 #    repeats the matmuls, and compares the results with those of fp32.
-# 3. In each format, it repeats the training step of the whole model, without the layers that should
-#    stay in 16 bits.
+# 3. In each format, it repeats the training step of the whole model. Layers that should stay in 16 bits
+#    are not rounded to the format.
 #
 # We call `rehearse` on our GPT. In the MLP of the second block, we make one of the 256 features about a
 # million times as large: <!-- tests/formats/test_rehearsal.py -->
@@ -408,12 +409,13 @@ assert all(found.verdict == "accurate enough in one step" for found in report.fo
 report
 
 # %% [markdown]
-# The report has a row for each layer. Each number is the SQNR of the worst of the layer's three matmuls in
-# one format. A star marks a layer that is better left in 16 bits. *Look at* gives the reason for each star:
+# The report has a row for each linear layer. Each number is the SQNR of the worst of the layer's three
+# matmuls in one format. A star marks a layer that is better left in 16 bits. *Look at* gives the reason
+# for each star:
 #
-# - The large feature ruins the two layers around it, `blocks.1.up` and `blocks.1.down`, in every format.
-# - The head, `token.weight`, has no SQNR, because its output size is 88, and on a GPU FP8 matmuls need
-#   [multiples of 16](08g_speed_and_memory.ipynb#A-size-is-not-a-multiple-of-16-or-8).
+# - The large feature ruins the two layers around it, `blocks.1.up` and `blocks.1.down`, in all four formats.
+# - The head, `token.weight`, has no SQNR in these formats, because its output size of 88 is not a [multiple
+#   of 16](08g_speed_and_memory.ipynb#A-size-is-not-a-multiple-of-16-or-8).
 #
 # The last rows show the errors of the whole model, with the starred layers in 16 bits. The verdict
 # *accurate enough in one step* does not show that the model learns. In a terminal, `amp-lab rehearse
@@ -496,8 +498,8 @@ exercises.check_scale_of(factor_of)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# The largest magnitude may belong to a negative value. To handle zeros, torchao never divides by less
-# than 1e-12.
+# The largest magnitude may belong to a negative value. To handle zeros, torchao's FP8 training never
+# divides by less than 1e-12.
 #
 # </details>
 #
