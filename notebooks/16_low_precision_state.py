@@ -55,7 +55,7 @@ assert weight == 1
 # The weight has not changed at all. The next bf16 number above 1 is 1.0078. Each update is less than half
 # of the distance to this number, so each sum is rounded back to 1.
 #
-# This is why AMP keeps the weights in fp32 and casts copies of them.
+# To keep such updates, AMP leaves the weights in fp32 and casts copies of them.
 #
 # ## Bytes per parameter
 #
@@ -133,7 +133,7 @@ class Adam:
 
 # %% [markdown]
 # The simplest way to add an update is to round the sum to the nearest number of the weight's dtype, as
-# `weight += update` does. In bf16 this loses small updates. Three other ways keep them:
+# `weight += update` does. In bf16, small updates are then lost. Three other ways keep them:
 # <!-- code -->
 #
 # - [**Stochastic rounding**](https://arxiv.org/abs/2010.06192) rounds up or down at random. A sum that
@@ -262,10 +262,10 @@ for cured in ("bf16, stochastic", "bf16, Kahan", "bf16, masters"):
 # The figure shows how much higher each loss is than that of fp32 with the same seed: the mean over three
 # seeds, and bars for their range. The grey band is the range of the fp32 loss over the seeds. With rounding
 # to nearest, the network with bf16 weights learns far more slowly than in fp32. With the three other ways
-# it learns as fast as in fp32.
+# it learns about as fast as in fp32.
 #
 # AMP has fp32 masters too: the model's weights are the masters, and autocast casts them. PyTorch's own
-# AdamW rounds to nearest. So if you convert a model with `.bfloat16()`, the weights may never change:
+# AdamW rounds to nearest. So if you convert a model with `.bfloat16()`, some weights may never change:
 
 # %%
 weight = torch.ones(8, dtype=bf16, device=device, requires_grad=True)
@@ -276,7 +276,7 @@ assert (weight == 1).all()  # below 1 the spacing of bf16 is 2^-8; 0.001 is less
 # %% [markdown]
 # ## Accumulate gradients in fp32 (optional)
 #
-# A sum of gradients loses small values in the same way as a weight. We sum the gradients of
+# A sum of gradients in bf16 can lose small values in the same way as a weight. We sum the gradients of
 # micro-batches of eight images, in fp32 and in bf16:
 
 # %% tags=["nbval-ignore-output"]
@@ -302,7 +302,7 @@ assert off[1] < 2**-8 < off[64] < off[224]
 #
 # Adam's state has two moments: a moving average of the gradients (the *mean*) and a moving average of
 # their squares (the *second moment*). In bf16 the second moment has the same problem as the weights. If
-# the gradient is 0, the second moment should shrink by 0.1 % in each step:
+# the gradient is 0, the second moment should shrink by 0.1 % in each step (with a beta2 of 0.999):
 
 # %%
 square = torch.tensor(1.0, dtype=torch.bfloat16)
@@ -312,16 +312,16 @@ print(f"after a thousand steps without a gradient: {square.item()}; in fp32 {0.9
 assert square == 1
 
 # %% [markdown]
-# The second moment does not shrink, so the steps after a large gradient stay too small.
+# The second moment does not shrink, so Adam's steps after a large gradient stay too small.
 #
 # With a scale for each block of values, even eight bits can be enough. The scale is in fp32, so it can
 # shrink by 0.1 %, and all values of the block shrink with it.
 #
 # We use blocks of 256 values (128 in four bits), as [torchao
-# does](https://github.com/pytorch/ao/blob/main/torchao/optim/adam.py), and compare two formats:
+# does](https://github.com/pytorch/ao/blob/main/torchao/optim/adam.py). We compare two kinds of formats:
 #
 # - *INT8*: evenly spaced numbers from -127 to 127;
-# - *no zero*: evenly spaced numbers that begin above zero. This format is only for the squares. The mean
+# - *no zero*: evenly spaced numbers that begin above zero. We use them only for the squares. The mean
 #   is stored in INT8, or in E2M1 if the squares have four bits.
 
 
@@ -364,7 +364,7 @@ STATES = {
 }
 
 # %% [markdown]
-# Each row counts the seeds whose loss stays finite, and gives the mean loss at the end. Before you run
+# The next cell counts the seeds whose loss is finite at the end, and prints the mean loss. Before you run
 # this: which format fails, and how?
 
 # %% tags=["nbval-ignore-output"]

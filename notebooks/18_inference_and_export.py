@@ -66,14 +66,14 @@ print(f"{changed} of {len(tests)} decisions changed")
 assert changed < 0.02 * len(tests)
 
 # %% [markdown]
-# Hardly any decisions change. So to judge a precision for inference, count the decisions that change, or
+# Hardly any decision changes. So to judge a precision for inference, count the decisions that change, or
 # other results that your users see. Do not count the correct decimal places of the logits.
 #
 # ## Ways to run it
 #
-# - **Autocast** keeps the weights in fp32 and casts them in each call. It runs some sensitive ops in fp32
-#   ([notebook 02](02_autocast_dtypes.ipynb) has the list), and the model does not change. Use it to
-#   evaluate during training, or if you do not know which parts need fp32.
+# - **Autocast** keeps the weights in fp32 and casts copies of them. It runs some sensitive ops in fp32
+#   ([notebook 02](02_autocast_dtypes.ipynb) has the list). Use it to evaluate during training, or if you do not
+#   know which parts need fp32.
 # - **Cast once** halves the memory of the weights and saves their casts. You have to cast the inputs
 #   yourself. Use it for a model that only runs inference.
 # - **Compile** the model in either case, to fuse the small ops between the matmuls.
@@ -120,7 +120,7 @@ assert quality(outputs["fp16 cast once"])[0] < quality(outputs["bf16 cast once"]
 # bits of mantissa. The values of a model that was trained in bf16 may not fit into the range of fp16
 # ([notebook 19](19_choose_your_precision.ipynb#Trained-in-bf16,-on-a-GPU-without-it)).
 #
-# How long does each way take, for one image and for 256 images?
+# How long does each way except fp16 take, for one image and for 256 images?
 
 # %% tags=["nbval-ignore-output"]
 for batch in (1, 256):
@@ -163,8 +163,8 @@ for name in ("bf16 autocast", "bf16 cast once"):
 # %% [markdown]
 # Each point is a test image, run under autocast or with weights cast once. On the dashed line, the
 # change is as large as the gap. Only images on or above this line can change their decision (unless a
-# third class overtakes both). Such images have a small gap, so the model is uncertain about most of
-# them in fp32 too.
+# third class overtakes both). Here such images have a small gap, so the model is uncertain about them in
+# fp32 too.
 #
 # Draw this figure for your model and a few hundred real inputs. If all points stay well below the line,
 # the precision is accurate enough for these decisions.
@@ -228,7 +228,7 @@ assert list(compilations.values()) == [1, 2, 2, 3, 4, 5]
 
 # %% [markdown]
 # The second batch size causes another compilation, whose code fits the third size too. A batch of 1, autocast
-# and gradients each cause another compilation. To avoid these compilations:
+# and gradients each cause another compilation. To avoid compilations while you serve requests:
 #
 # - Always use the same gradient mode and autocast state.
 # - Pad a single request to a batch of two.
@@ -239,7 +239,7 @@ assert list(compilations.values()) == [1, 2, 2, 3, 4, 5]
 # <!-- tests/notebooks/test_18_inference_and_export.py -->
 #
 # **The results can differ a little** from the results in eager mode. In eager mode, bf16 is rounded
-# after every op. A compiled kernel rounds mostly when it writes to memory, so its results are usually
+# after every op. A compiled kernel rounds mostly when it writes to memory, so its results are often
 # *nearer* to the exact results:
 
 
@@ -263,7 +263,7 @@ for name, function in {"eager": scaled_sum, "compiled": torch.compile(scaled_sum
 assert off["compiled"] <= off["eager"]
 
 # %% [markdown]
-# In torch 2.15, `options={"numerics": "strict"}` makes a compiled kernel round where eager mode does
+# In torch 2.15, `options={"numerics": "strict"}` makes a compiled kernel also round between its ops
 # ([more](../docs/compile_and_kernels.md#how-do-i-make-torchcompile-give-the-same-bits-as-eager-mode)).
 # <!-- tests/answers/test_compile_and_kernels.py -->
 #
@@ -329,7 +329,7 @@ else:
 #
 # ## Eight bits and fewer
 #
-# A kernel can read weights in eight bits and multiply them in bf16. This speeds up a language model
+# A kernel can read weights in eight bits and multiply them in bf16. This can speed up a language model
 # that writes one token at a time, because it [spends most of its
 # time](https://pytorch.org/blog/accelerating-generative-ai-2/) on reading weights. Here `quantize`
 # rounds the weights. The matmuls stay in fp32, so that we see only the effect of the rounded weights:
@@ -368,7 +368,7 @@ assert far["fp8-rowwise"] < far["nvfp4"]
 # - Count changed decisions, not decimal places, and look at the gap between the two best classes.
 # - For inference, change the weights in fp32, and then cast them once. Cast the inputs too, and
 #   compare and sum the outputs in fp32.
-# - `torch.compile` compiles again if the kind of batch, the autocast state or the gradient mode
+# - `torch.compile` can compile again if the batch size, the autocast state or the gradient mode
 #   changes. Compiled code can round less often than eager mode.
 # - Autocast around `torch.export.export` is lost: cast first, then export, then compare.
 #
@@ -387,8 +387,8 @@ exercises = checks_of("18_inference_and_export")
 # %% [markdown]
 # ### 1. How large is it?
 #
-# A language model has 8 billion parameters (8e9). Stored in INT8, each row of 4,096 weights shares
-# a scale in fp32. How many GiB (2^30 bytes) do the weights take?
+# A language model has 8 billion parameters (8e9). They are stored in INT8, and each row of 4,096 weights
+# shares a scale in fp32. How many GiB (2^30 bytes) do the weights take?
 
 # %%
 gibibytes = ...
