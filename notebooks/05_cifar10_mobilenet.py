@@ -63,8 +63,8 @@ assert logits.dtype is torch.bfloat16
 assert loss.dtype is weight.dtype is weight.grad.dtype is torch.float32
 
 # %% [markdown]
-# Only the logits are in bf16, because they come from a linear layer. `logits.float()` makes the whole
-# loss fp32. The weights and their gradients stay in fp32, so nothing changes for the optimizer.
+# Only the logits are in bf16, because they come from a linear layer. After `logits.float()`, the loss is
+# computed in fp32. The weights and their gradients stay in fp32, so nothing changes for the optimizer.
 #
 # ## Settings and data
 #
@@ -228,7 +228,8 @@ assert all((loss[:, -1] < 0.5 * loss[:, 0]).all() for loss in losses.values())  
 # is about $\sqrt{p (1 - p) / n}$.
 #
 # Our rough yardstick is the spread of the seeds plus two standard errors. A difference between precisions
-# counts if it is larger than this sum. We compute all of them, in percentage points:
+# counts if it is larger than this sum. We compute the differences and both terms of the sum, in percentage
+# points:
 
 # %% tags=["nbval-ignore-output"]
 final = {precision: accuracy[:, -1] for precision, accuracy in accuracies.items()}  # (seeds,) each
@@ -244,7 +245,7 @@ print(f"seeds differ by up to {100 * spread:.1f} points, standard error {100 * e
 
 # %% [markdown]
 # The last line gives the yardstick: its first number plus twice its second number. The precisions differ
-# by less, so this run shows no loss of accuracy, even if one mean is lower.
+# by less, so the difference does not count, even if one mean is lower.
 #
 # ## Find the slow layers
 #
@@ -256,7 +257,7 @@ print(f"seeds differ by up to {100 * spread:.1f} points, standard error {100 * e
 #   computes little for each byte that it moves. We time depthwise convolutions with stride 2 separately.
 #   <!-- tests/notebooks/test_05_cifar10_mobilenet.py -->
 #
-# We compare FP32 with the fastest 16-bit precision of this device.
+# We compare FP32 with the fastest 16-bit precision of our training runs.
 
 # %%
 amp = next((p for p in fit_for if p.dtype is not torch.float32), Precision.BF16)
@@ -294,8 +295,8 @@ assert list(kind_times) == list(KINDS)
 # Each kind of layer has two bars: FP32 on the left, and autocast, hatched, on the right. The number
 # above a hatched bar is the speed-up of autocast, so a number below 1x means that autocast is slower.
 #
-# On this CPU autocast makes both kinds of depthwise layers slower. The four layers with stride 2 lose
-# more time than all other layers gain.
+# On the CPU of this run, autocast makes both kinds of depthwise layers slower. The four layers with
+# stride 2 lose more time than all other layers gain.
 #
 # ## Resume: to the last bit
 #
@@ -377,18 +378,19 @@ assert largest_difference(resumed, whole) == 0
 folder.cleanup()
 
 # %% [markdown]
-# We need all four states. If one is missing, PyTorch raises no error, but the weights end up different.
+# This run needs all four states. If one is missing, PyTorch raises no error, but the weights end up
+# different.
 #
 # ## Summary
 #
 # - AMP needs eight marked lines: six in the training loop, one in the evaluation, and one that creates
 #   the scaler. With `enabled=`, one loop serves every precision. One scaler serves the whole run.
-# - A difference in accuracy counts if it is larger than the spread of the seeds plus the uncertainty
-#   from the number of test images.
+# - By our yardstick, a difference in accuracy counts if it is larger than the spread of the seeds plus
+#   two standard errors.
 # - Time autocast on the sizes that you use. If autocast is slower than FP32, time the layers by kind,
 #   and run the slow kinds in [an fp32 island](02_autocast_dtypes.ipynb).
-# - A checkpoint also needs the scaler and the random states. To see that nothing is missing, check
-#   that a resumed run ends with bitwise equal weights.
+# - If a run uses a scaler or random numbers, its checkpoint needs their states. To see that nothing is
+#   missing, check that a resumed run ends with bitwise equal weights.
 #
 # Next, [notebook 06](06_caltech256_resnet50.ipynb) trains with twice the batch size in the same memory.
 #

@@ -76,8 +76,8 @@ with torch.device("meta"):
 # ## A frozen backbone and a new head
 #
 # We use the images of Caltech-256 if they are in `data/`, and pretrained weights if torchvision has them in
-# its cache. Otherwise the notebook generates pictures and starts from random weights. To fetch the images
-# and the weights, set `DOWNLOAD` to `True`.
+# its cache. Without the images, the notebook generates pictures. Without the weights, it starts from random
+# weights. To fetch both, set `DOWNLOAD` to `True`.
 
 # %% tags=["nbval-ignore-output"]
 DOWNLOAD = False  # True: fetch 1.2 GB of photographs and 98 MB of weights where they are missing
@@ -98,8 +98,7 @@ print(f"{len(data.train)} images for training, {len(data.test)} for testing")
 assert data.name == "caltech256"
 
 # %% [markdown]
-# With generated pictures and random weights the accuracy means nothing, but we can still compare
-# precisions.
+# With generated pictures or random weights the accuracy means little, but we can still compare precisions.
 #
 # To freeze the backbone, we switch off the gradients of all parameters. Then we create the new head,
 # whose gradients are on. How many parameters are left to train, for 256 classes?
@@ -187,7 +186,7 @@ def train(precision):
 
 # %% [markdown]
 # We compare FP32 with each precision that this device accelerates. On a CPU we compare only FP32 and
-# bf16, because many CPUs are [very slow in fp16](../docs/hardware.md). The cell prints the mean loss
+# bf16, because some CPUs are [very slow in fp16](../docs/hardware.md). The cell prints the mean loss
 # of the last epoch and the test accuracy. Every precision gets the same images in the same order.
 # <!-- tests/core/test_device.py, tests/train/data/test_images.py -->
 
@@ -219,7 +218,7 @@ print(f"AMP is {68.1 / 61.7:.2f}x as fast; {steps_at[256]} steps in FP32, {steps
 assert steps_at == {256: 1050, 512: 530}
 
 # %% [markdown]
-# The AMP run had twice the batch, so it took half as many steps.
+# The AMP run had twice the batch, so it took about half as many steps.
 #
 # ## Count the memory of a step
 #
@@ -317,13 +316,14 @@ assert gib["AMP, batch 512"] < 1.1 * gib["FP32, batch 256"]  # twice the batch, 
 assert 0.85 < gib["FP32, batch 512"] / 6 < 1
 
 # %% [markdown]
-# AMP needs only slightly more memory for 512 images than FP32 needs for 256. FP32 with 512 images leaves
-# less than 1 GiB for memory that we do not count, such as [what CUDA and its libraries
-# allocate](https://docs.pytorch.org/docs/stable/torch_cuda_memory.html) outside of PyTorch.
+# AMP needs only slightly more memory for 512 images than FP32 needs for 256. FP32 with 512 images takes
+# most of the 6 GiB. It leaves less than 1 GiB for memory that we do not count, such as [what CUDA and its
+# libraries allocate](https://docs.pytorch.org/docs/stable/torch_cuda_memory.html) outside of PyTorch. So
+# 6 GiB can be too little for FP32 at batch 512.
 #
 # ## Train the backbone too
 #
-# If we train the backbone too, autograd saves the activations for the backward pass, and every weight has
+# If we train the backbone too, autograd saves its activations for the backward pass, and every weight has
 # optimizer state. Before you run this: will 512 images fit with AMP?
 
 # %%
@@ -348,9 +348,9 @@ _ = figures.memory_by_dtype(
 #
 # AMP does not make these tensors smaller:
 #
-# - images, weights and optimizer state, all in fp32 (plus a bf16 copy of the images);
+# - images, weights and optimizer state, all in fp32 (AMP adds a bf16 copy of the images);
 # - weight gradients, also in fp32;
-# - the positions of the maxima in max pooling, which are int64 in every precision.
+# - the positions of the maxima in max pooling, which are int64 in both bars.
 #
 # We delete the generated pictures:
 
@@ -362,11 +362,12 @@ workspace.cleanup()  # deletes generated pictures
 #
 # - Autograd saves no activations of a frozen backbone. In our counts, freezing the backbone saves far
 #   more memory than AMP does. In training mode, the running averages still change.
-# - AMP halves most activations. Weights, optimizer state and images stay fp32.
+# - Here, AMP halves most activations. Weights, optimizer state and images stay fp32.
 # - A dispatch mode under `FakeTensorMode` counts the memory of a step that does not fit into your
 #   machine.
 # - Use one scaler for the whole run.
-# - Twice the batch means half as many steps in an epoch, so compare accuracies at the same batch size.
+# - Twice the batch means about half as many steps in an epoch, so compare accuracies at the same batch
+#   size.
 #
 # Next, [notebook 07](07_training_recipes.ipynb) combines AMP with the rest of your training loop.
 #

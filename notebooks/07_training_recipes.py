@@ -10,12 +10,12 @@
 # # Combine AMP with the rest of your training loop
 #
 # **What you'll do.** Add AMP to seven things that training loops do besides forward, backward and step.
-# Every line that AMP adds or changes is marked. Then see what happens if you leave such a line out.
+# Comments mark the lines that AMP adds or changes. Then see what happens if you leave such a line out.
 #
 # **What you'll learn.**
 # - the one rule behind most recipes: know whether the gradients are scaled when your code reads them;
 # - which parts of a loop need no change under AMP;
-# - how to notice a missing line, because most raise no error.
+# - what a missing line does, because most raise no error.
 #
 # **What you need.** [Notebook 02](02_autocast_dtypes.ipynb) for `torch.autocast` and [notebook
 # 03](03_grad_scaler_step_by_step.ipynb) for `GradScaler`. You need no GPU. Run the cells up to the first
@@ -67,7 +67,7 @@ assert math.isclose(clipped_first.norm(), 0.1 / 65536, rel_tol=1e-6)
 # %% [markdown]
 # It matters. If we divide first, the gradient has the length 0.1 that we asked for. If we clip first, the
 # gradient is 65,536 times too short, so SGD hardly changes the weights, and no error is raised. The
-# recipes follow from this rule:
+# recipes follow from these rules:
 #
 # - **Code that reads gradients belongs after `unscale_`.**
 # - **Code that computes gradients starts from `scaler.scale(…)`.**
@@ -84,8 +84,8 @@ assert [len(x) for x, _ in batches] == [16, 16, 16, 16, 8]
 
 # %% [markdown]
 # This is the AMP loop. Each line marked `# AMP` is new. If it replaces a line of the fp32 loop, the
-# comment shows the old line. The fp32 loops of all recipes are in
-# [`course/recipes.py`](course/recipes.py). <!-- tests/notebooks/test_07_training_recipes.py -->
+# comment shows the old line. The fp32 loops are in [`course/recipes.py`](course/recipes.py).
+# <!-- tests/notebooks/test_07_training_recipes.py -->
 
 
 # %%
@@ -115,8 +115,8 @@ def train_amp(model, optimizer, scaler, dtype):
 problem.check_same(recipes.train_plain, train_amp)
 
 # %% [markdown]
-# The AMP loop changes the weights in the same way as the fp32 loop. The next helpers show what a missing
-# line does.
+# The AMP loop changes the weights in nearly the same way as the fp32 loop. The next helpers show what a
+# missing line does.
 
 
 # %%
@@ -218,7 +218,7 @@ problem.check_same(recipes.accumulate_plain, accumulate_amp)
 #
 # You need this if the loss itself contains gradients.
 #
-# We compute these *inner gradients* from the scaled loss, so that they do not underflow in fp16. Then we
+# We compute these *inner gradients* from the scaled loss, so that fewer of them underflow in fp16. Then we
 # [unscale them by hand](https://docs.pytorch.org/docs/stable/notes/amp_examples.html#gradient-penalty),
 # because `unscale_` changes only `.grad`. The penalty is part of the forward pass, so we compute it under
 # autocast. If an inner gradient overflows in fp16, the loss overflows as well, and the scaler skips the
@@ -301,8 +301,8 @@ class Checkpointed(nn.Module):
 
 # %% [markdown]
 # AMP needs no change. The second run happens outside of the autocast block, but `checkpoint` has
-# recorded the state of autocast and restores it. In fp16, checkpointing changes no bit of the
-# weights: <!-- tests/notebooks/test_07_training_recipes.py -->
+# recorded the state of autocast and restores it. Here, checkpointing changes no bit of the weights in
+# fp16: <!-- tests/notebooks/test_07_training_recipes.py -->
 
 # %%
 problem.check_same(recipes.train_plain, train_amp, make_model=Checkpointed)
@@ -324,8 +324,8 @@ assert torch.equal(recomputed, problem.change(train_amp, torch.float16))
 #
 # Use one scaler for all losses and optimizers. Call `scale` for every loss, `step` for every optimizer,
 # and `update` once, at the end. An `update` between two steps may change the scale, but the second
-# optimizer's gradients still have the old one. In the next cell, the gradients of the first optimizer
-# overflow:
+# optimizer's gradients are still multiplied by the old scale. In the next cell, the gradients of the
+# first optimizer overflow:
 
 
 # %%
@@ -354,7 +354,8 @@ print(f"the second step is {ratio:.1f} times as long as it should be")
 assert math.isclose(ratio, 2, rel_tol=1e-3)
 
 # %% [markdown]
-# The gradients of the second optimizer were multiplied by 65,536, but divided by 32,768.
+# With the early `update`, the gradients of the second optimizer were multiplied by 65,536, but divided by
+# 32,768.
 #
 # With `update` at the end, the second optimizer still steps when the first one skips its step. If that harms
 # your training, use one optimizer with two parameter groups.
@@ -391,7 +392,7 @@ assert message == "Attempting to unscale FP16 gradients."
 #
 # - **Average the weights (EMA).** AMP needs no change, because the weights are fp32. Keep the average in
 #   fp32 too: in bf16 or fp16, all its small updates may be rounded away.
-# - **Compile the model.** Call `torch.compile(model)` as without AMP. Use the same autocast block in
+# - **Compile the model.** Call `torch.compile(model)` as without AMP. Use the same autocast settings in
 #   every call, also in evaluation, or PyTorch compiles the model again ([notebook
 #   18](18_inference_and_export.ipynb#What-torch.compile-changes)).
 # - **Evaluate during training.** Do not evaluate inside the autocast block of a training step. The block
@@ -409,9 +410,9 @@ assert message == "Attempting to unscale FP16 gradients."
 # | [Accumulate](#Accumulate-gradients) | `scale` per batch; `unscale_`, `step` and `update` per group | a second `unscale_` raises an error |
 # | [Penalise](#Penalise-gradients) | scale the inner loss, divide its gradients by `get_scale()` | the penalty is 2^32 times too large |
 # | [Schedule](#Schedule-the-learning-rate) | `scheduler.step()` only if the scale did not fall | skipped steps use up the schedule |
-# | [Checkpoint](#Checkpoint-activations) | nothing, but use `use_reentrant=False` | parameters get no gradient |
-# | [Several](#Use-several-losses-and-optimizers) | one scaler, one `update` at the end | a step is twice as long as it should be |
-# | [Load](#Load-half-precision-weights) | `model.float()` if parameters are fp16 or bf16 | fp16: an error; bf16: small updates vanish |
+# | [Checkpoint](#Checkpoint-activations) | nothing, but use `use_reentrant=False` | parameters may get no gradient |
+# | [Several](#Use-several-losses-and-optimizers) | one scaler, one `update` at the end | a step may be twice as long as it should be |
+# | [Load](#Load-half-precision-weights) | `model.float()` if parameters are fp16 or bf16 | fp16: an error, unless the optimizer is fused; bf16: small updates vanish |
 #
 # If your training still breaks, continue with [notebook 08](08_when_amp_breaks.ipynb), which starts from
 # the error message.
@@ -489,7 +490,8 @@ exercises.check_group_step(group_step)
 #     scaler.update()
 # ```
 #
-# If you clip after each loss, you limit each part of the gradient, but not the sum.
+# If you call `unscale_` and clip after each loss, the second `unscale_` raises an error.
+# <!-- tests/notebooks/test_07_training_recipes.py -->
 #
 # </details>
 #

@@ -9,7 +9,7 @@
 # %% [markdown]
 # # X-ray your model before you rent the GPU
 #
-# **What you'll do.** Write a small tracer that prints the dtype of each op under CUDA's autocast rules.
+# **What you'll do.** Write a small tracer that records the dtype of each op under CUDA's autocast rules.
 # Apply the complete tool, `xray`, to a ResNet-50, an LSTM and a GPT. Forecast whether a training step fits
 # into a GPU's memory.
 #
@@ -175,13 +175,13 @@ xray(net, images, device_type="cuda")
 
 # %% [markdown]
 # The table has a line for each module that computes. `work` is the module's share of the arithmetic in
-# matmuls and convolutions, and `work in` is the dtype of this work. `other ops in` is the dtype of all
+# matmuls and convolutions, and `work in` is the dtype of this work. `other ops in` is the dtype of the
 # other ops. <!-- tests/tracing/test_xray_result.py -->
 #
 # ## Three models, three backends
 #
 # Do the backends run the same model in the same dtypes? We compare a ResNet-50, a GPT with twelve blocks
-# and an LSTM. Only shapes matter, so we build the models on the [`meta`
+# and an LSTM. The values do not matter, so we build the models on the [`meta`
 # device](https://docs.pytorch.org/docs/stable/meta.html), where tensors have no data.
 
 
@@ -310,10 +310,13 @@ for backend in BACKENDS:
     assert in_fp32 == ("fp32", "fp32")
 
 # %% [markdown]
-# `F.cross_entropy` calls `log_softmax` with `dtype=` set to the dtype of the logits. This argument takes
-# precedence over autocast's list, so the result is rounded to fp16. Then `nll_loss` casts the rounded
-# values to fp32, so the dtype of the loss hides the rounding. The CPU's list contains cross-entropy
-# itself, so there the logits are cast first. To avoid the rounding, call **`.float()` on the logits.**
+# `F.cross_entropy` calls `log_softmax` [with `dtype=` set to the dtype of the
+# logits](https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/native/LossNLL.cpp). Autocast [does not
+# change this
+# argument](https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/autocast_mode.h), so the result is
+# rounded to fp16. Then autocast casts the rounded values to fp32 for `nll_loss`, so the dtype of the loss
+# hides the rounding. The CPU's list contains cross-entropy itself, so there the logits are cast first. To
+# avoid the rounding, call **`.float()` on the logits.**
 #
 # ## Will it fit?
 #
@@ -321,8 +324,8 @@ for backend in BACKENDS:
 # allocated until it is freed: weights, gradients, the optimizer's state, the activations saved for the
 # backward pass, and autocast's copies of the weights. <!-- tests/tracing/test_memory.py -->
 #
-# We train a ResNet-50 with a batch of 32 on a GPU with 24 GiB. Before you run this: which of these parts
-# does AMP make smaller?
+# We forecast the memory for a ResNet-50 with a batch of 32 on a GPU with 24 GiB. Before you run this:
+# which of these parts does AMP make smaller?
 
 # %%
 resnet50 = zoo["ResNet-50"][0]
@@ -330,11 +333,11 @@ memory = compare_memory(resnet50, (32, 3, 224, 224), memory_bytes="24GiB", optim
 memory
 
 # %% [markdown]
-# AMP makes the activations and the temporaries smaller. Weights, gradients and optimizer state have the
-# same size in every column. AMP adds copies of the weights (*weights cast by autocast*). The activations
-# take most of the memory, so almost twice the batch fits.
+# Here, AMP makes the activations and the temporaries smaller. Weights, gradients and optimizer state have
+# the same size in every column. AMP adds copies of the weights (*weights cast by autocast*). The
+# activations take most of the memory, so almost twice the batch fits.
 #
-# Leave some room, because the forecast counts only tensors.
+# Leave some room, because `compare_memory` counts only tensors.
 
 # %%
 fp32, fp16 = memory["fp32"], memory["fp16"]
@@ -415,10 +418,10 @@ planted
 #
 # - Autocast decides by the op, the dtypes and the type of the device. So fake tensors show its decisions
 #   for a device that you do not have.
-# - On MPS, `batch_norm` and LSTM layers stay in fp32.
+# - On MPS, `batch_norm` stays in fp32, and so does an LSTM layer with an fp32 input.
 # - Under autocast on CUDA, XPU and MPS, `F.cross_entropy` on fp16 logits rounds its `log_softmax` to fp16
 #   and still returns fp32. Give it `logits.float()`.
-# - AMP makes the activations smaller, but not weights, gradients and optimizer state.
+# - In our forecast, AMP makes the activations smaller, but not weights, gradients and optimizer state.
 #
 # Next, [notebook 10](10_speed_ladder.ipynb) makes a step faster, one change at a time.
 #
@@ -447,7 +450,7 @@ exercises.check_number_of_casts(number_of_casts)
 # <details><summary>Hint</summary>
 #
 # For each layer, write down the dtype in which it computes. Then count the inputs that have another dtype.
-# Weights and biases are inputs too. On CUDA, a norm computes in fp32.
+# Weights and biases are inputs too. On CUDA, a layer norm computes in fp32.
 #
 # </details>
 #

@@ -62,8 +62,8 @@ for name, operations, numbers in (
 #
 # ## The settings
 #
-# The plain step runs in FP32. All other steps use the 16-bit precision that `amp-lab doctor` recommends
-# for this device, or bf16 if it recommends none.
+# The plain step runs in FP32. The rungs use the 16-bit precision that `amp-lab doctor` recommends for
+# this device, or bf16 if it recommends none.
 #
 # On a Linux CPU, we also call `keep_memory()`. Without this call, glibc returns the memory of large
 # freed tensors [to the operating system](https://man7.org/linux/man-pages/man3/mallopt.3.html), and
@@ -135,9 +135,10 @@ if limits.trusted and low == recommended:
 # %% [markdown]
 # ## Climb
 #
-# Each rung is a function that does one step and returns the loss. Before we time a rung, `add` checks
-# that training still works: the losses of the first five steps may differ by 6 % from those of FP32. As
-# in notebook 04, `float32_mode` turns TF32 off for FP32. <!-- tests/core/test_precision.py -->
+# For each rung, we write a function that does one step and returns the loss. Before we time a rung,
+# `add` checks that training still works: the losses of the first five steps may differ by at most 6 %
+# from those of FP32. As in notebook 04, `float32_mode` turns TF32 off for FP32.
+# <!-- tests/core/test_precision.py -->
 
 # %%
 rungs, losses = {}, {}
@@ -185,7 +186,7 @@ assert losses["plain"][-1] < losses["plain"][0]  # it learns
 
 # %% [markdown]
 # **Rung 1: AMP.** We run the forward pass under autocast and, in fp16, use a gradient scaler. Each later
-# rung keeps the earlier changes: it also calls `amp_step`, with another model or optimizer.
+# rung keeps the earlier changes: it also calls `amp_step`.
 
 
 # %%
@@ -222,7 +223,7 @@ assert inputs_last.stride()[1] == 1  # from one channel to the next
 
 # %% [markdown]
 # **Rung 3: a fused optimizer, and no waiting.**
-# [`fused=True`](https://docs.pytorch.org/docs/stable/optim.html) computes Adam's whole update in one
+# [`fused=True`](https://docs.pytorch.org/docs/stable/optim.html) merges the ops of Adam's update into one
 # kernel. We also stop reading the loss after each step, because on a GPU each read makes the host [wait
 # for the
 # device](https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html#avoid-unnecessary-cpu-gpu-synchronization).
@@ -294,9 +295,9 @@ _ = figures.speed_ladder({f"ConvModel, {config['size']}x{config['size']} pixels"
 #
 # ## Explain: count the bytes too
 #
-# The steps take longer than the limit, because the limit counts only matmuls. Normalisation, ReLU and their
-# gradients compute very little, but each of them reads and writes all activations. `count_step` counts
-# the FLOPs of a step, and the bytes that its ops read and write. <!-- tests/bench/test_limits.py -->
+# The limit counts only matmuls. A step also has normalisation, ReLU and their gradients. These ops compute
+# very little, but each of them reads and writes large activations. `count_step` counts the FLOPs of a
+# step, and the bytes that its ops read and write. <!-- tests/bench/test_limits.py -->
 
 # %% tags=["nbval-ignore-output"]
 steps = {"plain": plain_step(inputs, target), "AMP": amp_step(*new_model(), inputs, target)}
@@ -335,11 +336,11 @@ _ = figures.roofline(roofs, limits.memory_bytes_per_s, points)
 #
 # ## Where AMP loses
 #
-# AMP gains nothing, or makes the step slower, in these cases:
+# In these cases, AMP may gain nothing or make the step slower:
 #
 # - **No matmuls.** Autocast runs only [some
 #   ops](https://docs.pytorch.org/docs/stable/amp.html#autocast-op-reference) in the low precision, mainly
-#   matmuls and convolutions. A model without these ops gains nothing.
+#   matmuls and convolutions. An FP32 model without any of these ops stays in FP32.
 # - **Many small ops.** Under autocast, most matmuls also need casts. In a small matmul, the casts can
 #   take longer than AMP saves.
 # - **A precision that the device emulates**, such as fp16 on [some CPUs](../docs/hardware.md).
@@ -402,11 +403,11 @@ _ = figures.speedup_over_size(config["sizes"], {str(low): by_size})
 #
 # - Count first. The FLOPs of the matmuls divided by the measured FLOP/s give a limit for the time of a
 #   step.
-# - A 16-bit precision makes matmuls faster on hardware that supports it.
+# - A 16-bit precision makes large matmuls faster on hardware that accelerates it.
 # - Channels last, a fused optimizer, not reading the loss and `torch.compile` take a line or two each.
 #   Time them on your device.
-# - [AMP gains nothing](#Where-AMP-loses) without matmuls. AMP makes a step slower if the step has many
-#   small ops, or if the hardware emulates the precision.
+# - [AMP gains nothing](#Where-AMP-loses) if autocast runs no op in the low precision. AMP can make a step
+#   slower if the step has many small ops, or if the hardware emulates the precision.
 # - On a Linux CPU, call `keep_memory` before you compare precisions.
 #
 # Next, [notebook 11](11_scale_out.ipynb) takes training to several devices.
@@ -516,7 +517,7 @@ exercises.check_to_channels_last(to_channels_last)
 #     return model, images.to(memory_format=torch.channels_last)
 # ```
 #
-# A tensor's `to` returns a new tensor, and the function in the exercise does not use it.
+# A tensor's `to` returns its result, and the function in the exercise does not use this result.
 #
 # </details>
 #

@@ -9,9 +9,9 @@
 # %% [markdown]
 # # Train with AMP on several devices
 #
-# **What you'll do.** Run a plain training loop in two and in four processes, first with
-# `DistributedDataParallel` (DDP), then with FSDP2 (`fully_shard`). Every changed line is marked. Then
-# count how many bytes each process sends and holds, and in which dtype.
+# **What you'll do.** Run a plain training loop in several processes, first with
+# `DistributedDataParallel` (DDP), then with FSDP2 (`fully_shard`). Comments mark the changed lines. Then
+# count how many bytes each process sends in each dtype, and how many bytes it holds.
 #
 # **What you'll learn.**
 # - why the losses agree with those of one process, and how closely;
@@ -157,9 +157,8 @@ def join(device_type):
 #
 # ## DDP
 #
-# With [DDP](https://docs.pytorch.org/docs/stable/notes/ddp.html), every rank has the whole model. DDP
-# averages each gradient over all ranks while `backward` computes the next ones.
-# <!-- tests/notebooks/test_11_scale_out.py -->
+# With [DDP](https://docs.pytorch.org/docs/stable/notes/ddp.html), every rank has the whole model. During
+# `backward`, DDP averages the gradients over all ranks. <!-- tests/notebooks/test_11_scale_out.py -->
 #
 # The gradients are fp32, so DDP sends them in fp32. A [communication
 # hook](https://docs.pytorch.org/docs/stable/ddp_comm_hooks.html) can cast them first, here to bf16.
@@ -204,7 +203,7 @@ def train_ddp(config, data, dtype, device, sums_in=torch.float32):
 #
 # [FSDP2](https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html) divides the model: it
 # cuts each parameter into n *shards*. Each rank holds one shard of the weight, of its gradient and of
-# the optimizer state. By default, FSDP2 gathers the whole weights of most layers for the forward pass,
+# the optimizer state. Here, FSDP2 gathers the whole weights of the encoder layers for the forward pass,
 # and again for the backward pass. Then it averages the gradients, and each rank keeps its shard of the
 # average.
 #
@@ -288,8 +287,8 @@ def try_all(config, setups, device_type):
 
 
 # %% [markdown]
-# Before you run this: will the losses on four processes be nearer to those of one process in fp32 or in
-# bf16? In fp32 we allow a difference of 2^-14, because another order of the sum changes the result
+# Before you run this: will the losses on several processes be nearer to those of one process in fp32 or
+# in bf16? In fp32 we allow a difference of 2^-14, because another order of the sum changes the result
 # slightly in each step. In bf16 we allow 2^-6, four times its rounding error.
 
 # %% tags=["nbval-ignore-output"]
@@ -308,8 +307,8 @@ for n in counts[1:]:
 
 # %% [markdown]
 # All set-ups have nearly the same losses as one process. In fp32 they are far closer than in bf16. **If
-# you keep the global batch (of all ranks), you can keep the learning rate.** A model with batch norm has
-# other losses, because each rank normalises over only its part of the batch.
+# you keep the global batch (of all ranks), you can keep the learning rate.** A model with plain batch norm
+# has other losses, because each rank normalises over only its part of the batch.
 # <!-- tests/notebooks/test_11_scale_out.py -->
 #
 # ## What does each rank send and hold?
@@ -332,8 +331,8 @@ _ = figures.sent_bytes(bars, most)
 #
 # - **Autocast** does not change what DDP sends, because fp32 weights have fp32 gradients.
 # - A bf16 **hook** halves the bytes.
-# - FSDP2 in **fp32** sends nearly 1.5 times as much as DDP, because it gathers most layers twice: for the
-#   forward and for the backward pass.
+# - FSDP2 in **fp32** sends nearly 1.5 times as much as DDP, because it gathers the encoder layers twice:
+#   for the forward and for the backward pass.
 # - FSDP2 with **`param_dtype=bf16`** sends about as much as DDP, because it gathers half the bytes.
 # - With **`reduce_dtype=bf16`**, the bytes of the gradients halve as well.
 #
@@ -388,11 +387,11 @@ assert decided[0]["DDP", "gradient"][1] == []
 
 # %% [markdown]
 # Rank 0 fails to skip in one case only: DDP, with an infinity that we put into a gradient after the average.
-# This does not happen in ordinary training. There, the average spreads one rank's infinity to all ranks,
-# so the scalers agree. With FSDP2, each rank has a different shard of the gradients. So `unscale_` tells all
-# ranks whether any gradient has overflowed.
+# With DDP, an infinity in the batch of one rank reaches all ranks through the average, so the scalers
+# agree. With FSDP2, each rank has a different shard of the gradients. So `unscale_` tells all ranks whether
+# any gradient has overflowed.
 #
-# So a plain `GradScaler` is enough for both engines.
+# So here, a plain `GradScaler` is enough for both engines.
 #
 # If you average gradients yourself, **average them before the scaler checks them**. Otherwise the rank
 # with the overflow skips, and the other ranks step with an infinite average.
@@ -467,7 +466,8 @@ assert abs(before - found[False]) > 0.1  # it had a different model before
 #
 # ## Summary
 #
-# - With the same global batch and no batch norm, DDP and FSDP2 train like one process, up to rounding.
+# - With the same global batch and no batch norm or dropout, DDP and FSDP2 train like one process, up to
+#   rounding.
 # - Communication has its own dtype. DDP sends the gradients of fp32 weights in fp32, with or without
 #   autocast, unless a communication hook casts them. FSDP2 gathers weights in `param_dtype` and sums
 #   gradients in `reduce_dtype`.
@@ -475,7 +475,7 @@ assert abs(before - found[False]) > 0.1  # it had a different model before
 # - A sum of gradients in bf16 loses more precision with more ranks, so reduce in fp32.
 # - The scalers of all ranks must decide alike. If you average gradients yourself, average them before
 #   `unscale_`.
-# - A checkpoint can be loaded by a different number of ranks.
+# - A checkpoint of `torch.distributed.checkpoint` can be loaded by a different number of ranks.
 #
 # Next: [notebook 12](12_keras.ipynb) does mixed precision in Keras.
 #
