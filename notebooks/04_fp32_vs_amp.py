@@ -316,7 +316,7 @@ _ = figures.time_and_memory(
 # all saved tensors are activations in bf16. <!-- tests/notebooks/test_04_fp32_vs_amp.py -->
 #
 # The peak also includes the weights, their gradients and Adam's state. All of these [stay in
-# fp32](06_caltech256_resnet50.ipynb#Count-the-memory-of-a-step), so the peak shrinks less.
+# fp32](06_caltech256_resnet50.ipynb#Train-the-backbone-too), so the peak shrinks less.
 #
 # ## How not to measure
 #
