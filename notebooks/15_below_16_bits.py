@@ -386,7 +386,7 @@ assert (usual, fnuz, torch.finfo(torch.float8_e4m3fnuz).max) == (1.0, 0.5, 240)
 # 2. For each linear layer and convolution, it rounds the operands of the three matmuls to each format,
 #    repeats the matmuls, and compares the results with those of fp32.
 # 3. In each format, it repeats the training step of the whole model. Layers that should stay in 16 bits
-#    are not rounded to the format.
+#    are in fp32 here.
 #
 # We call `rehearse` on our GPT. In the MLP of the second block, we make one of the 256 features about a
 # million times as large: <!-- tests/formats/test_rehearsal.py -->
@@ -417,7 +417,7 @@ report
 # - The head, `token.weight`, has no SQNR in these formats, because its output size of 88 is not a [multiple
 #   of 16](08g_speed_and_memory.ipynb#A-size-is-not-a-multiple-of-16-or-8).
 #
-# The last rows show the errors of the whole model, with the starred layers in 16 bits. The verdict
+# The last rows show the errors of the whole model, with the starred layers in fp32. The verdict
 # *accurate enough in one step* does not show that the model learns. In a terminal, `amp-lab rehearse
 # --steps 20` also trains in each format. <!-- tests/cli/test_rehearse_command.py -->
 #
