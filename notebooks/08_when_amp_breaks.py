@@ -135,7 +135,7 @@ assert failure.code == "AMP0018"
 # | [8-bit Adam gives NaN or trains worse](16_low_precision_state.ipynb#State-in-fewer-bits) `AMP0128` | 8-bit Adam gives NaN after a few steps, 32-bit Adam does not |
 # | [A diffusion model gets rounded timesteps or a rounded noise schedule](08b_learning.ipynb#Positions-or-counts-are-wrong-beyond-256) `AMP0124` | `` alphas_cumprod…index out of range `` |
 # | [NMS keeps duplicate boxes, or a mask has a row too many, in half precision](08b_learning.ipynb#Positions-or-counts-are-wrong-beyond-256) `AMP0125` | the same box is detected twice: NMS leaves duplicates in fp16 |
-# | [A router (MoE) chooses different experts in bf16](18_inference_and_export.ipynb#Which-decisions-change?) `AMP0126` | MoE tokens go to other experts in bf16 than in fp32 |
+# | [A router (MoE) chooses different experts in bf16](../docs/other_models.md#why-does-the-router-of-a-mixture-of-experts-need-fp32) `AMP0126` | MoE tokens go to other experts in bf16 than in fp32 |
 # | [Log-probabilities of the trainer and of vLLM differ](../docs/trainers.md#the-trainers-log-probabilities-differ-from-vllms) `AMP0127` | vLLM logprobs and the trainer's logprobs do not match in bf16 |
 # | [A KL divergence or a ratio of probabilities is noisy in bf16](09_xray_your_model.ipynb#The-surprise-in-cross-entropy) `AMP0090` | the KL term is not 0 for two equal models in bf16 |
 # | [FP8 with a scale for each row gives NaN with LoRA](15_below_16_bits.ipynb#The-values-that-share-a-scale) `AMP0088` | FP8 with a scale for each row gives NaN with LoRA |

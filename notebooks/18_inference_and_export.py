@@ -303,9 +303,9 @@ with torch.inference_mode():
 print(f"{len(file.getvalue()) / 1024:.0f} KiB, and the same outputs for {len(from_file)} images")
 
 # %% [markdown]
-# The outputs are the same, bit for bit. For other engines export **ONNX**. Use fp16 if you run the file with
-# ONNX Runtime on a CPU. <!-- tests/notebooks/test_18_inference_and_export.py --> We compare the decisions of
-# the ONNX file with those of torch in fp32:
+# The outputs are the same, bit for bit. For other engines, export **ONNX**. For ONNX Runtime on a CPU, do not
+# export in bf16. <!-- tests/train/test_export.py --> We export in fp16, and compare the decisions of the ONNX
+# file with those of torch in fp32:
 
 # %% tags=["nbval-ignore-output"]
 try:
