@@ -98,8 +98,8 @@ assert loss_in(torch.float16, model).isnan()
 # **The fix.** Use bf16, which has nearly the range of fp32. If the GPU has no bf16, run the layers that
 # overflow in fp32: switch autocast off around them, and cast their inputs with `.float()`.
 #
-# The next matmul under autocast casts its input back to fp16. Therefore end the fp32 region only after the op
-# that makes the values small again, here the normalisation. <!-- tests/notebooks/test_08a_values.py -->
+# The next matmul under autocast casts its input back to fp16. The values must be small again before this
+# matmul. Here the normalisation makes them small. <!-- tests/notebooks/test_08a_values.py -->
 
 
 # %%
@@ -121,7 +121,7 @@ torch.testing.assert_close(loss_in(torch.bfloat16, model), exact, rtol=0.05, ato
 torch.testing.assert_close(loss_in(torch.float16, repaired), exact, rtol=0.01, atol=0)  # 11 bits
 
 # %% [markdown]
-# **Not this.** Do not clamp the activations to 65504: the loss becomes finite, but the clamped values are wrong.
+# **Not this.** Do not clamp the activations to 65504: the clamped values are wrong.
 
 # %%
 assert torch.tensor(150_000.0).half().clamp(max=65504) == 65504
@@ -240,8 +240,9 @@ nowhere = hidden.all(-1, keepdim=True)
 assert attend(v, hidden & ~nowhere).tolist() == [[1, 1], [1, 1]]
 
 # %% [markdown]
-# PyTorch changed this in [pull request 133882](https://github.com/pytorch/pytorch/pull/133882). Two modules still
-# return NaN: <!-- tests/notebooks/test_08a_values.py -->
+# PyTorch changed `F.scaled_dot_product_attention` in [pull request
+# 133882](https://github.com/pytorch/pytorch/pull/133882). Some modules can still return NaN:
+# <!-- tests/notebooks/test_08a_values.py -->
 #
 # - `nn.MultiheadAttention`, unless you pass `need_weights=False`;
 # - `nn.MultiheadAttention` and `nn.TransformerEncoderLayer` in evaluation without gradients, unless you also
@@ -280,7 +281,7 @@ assert v.grad.isnan().all()
 # -->
 #
 # **What you see.** `generate` or `torch.multinomial` raises ``probability tensor contains either `inf`, `nan` or
-# element < 0``. Without sampling, the text often repeats one token, such as `!!!!`.
+# element < 0``. Without sampling, the text can be one repeated token, such as `!!!!`.
 #
 # **The smallest program that does it.** We sample from logits that overflow in fp16.
 
@@ -301,18 +302,18 @@ assert probabilities_in(torch.float16).isnan().all()
 assert probabilities_in(torch.float16).argmax() == 0  # so greedy decoding chooses token 0
 
 # %% [markdown]
-# **Why.** The logits are already inf or NaN. Sampling is only the first op that checks them. A common
+# **Why.** The logits are inf or NaN before the sampling, but the sampling is the first op that checks them. One
 # cause is a model that was trained in bf16 and runs in fp16, where its hidden values overflow.
 #
-# **The fix.** Load the model in the dtype in which it was trained, usually `dtype=torch.bfloat16`. On a GPU
+# **The fix.** Load the model in the dtype in which it was trained, such as `dtype=torch.bfloat16`. On a GPU
 # without bf16, use fp32, or keep the layers that overflow in fp32.
 
 # %%
 assert torch.multinomial(probabilities_in(torch.bfloat16), 1).item() in (0, 1)
 
 # %% [markdown]
-# [Notebook 19](19_choose_your_precision.ipynb#Trained-in-bf16,-on-a-GPU-without-it) shows how to find these
-# layers.
+# [Notebook 19](19_choose_your_precision.ipynb#Trained-in-bf16,-on-a-GPU-without-it) shows how to find the layers
+# that overflow.
 #
 # **Not this.** Do not turn sampling off, and do not set `remove_invalid_values=True`: the error disappears, but
 # the text still comes from NaN. <!-- tests/notebooks/test_08a_values.py -->
@@ -393,8 +394,8 @@ for dtype in (torch.float32, torch.float16, torch.bfloat16):
     assert cross_entropy(p, target).isnan() == (dtype is not torch.float32)
 
 # %% [markdown]
-# **Why.** Just below 1, fp16 numbers are 2^-11 apart and bf16 numbers 2^-8. So `1 - 1e-6` rounds to 1 and
-# the clamp does nothing. `log(1 - 1)` is -inf, and 0 times -inf is NaN.
+# **Why.** Just below 1, fp16 numbers are 2^-11 apart and bf16 numbers 2^-8. So `1 - 1e-6` rounds to 1, and
+# the upper limit of the clamp does nothing. `log(1 - 1)` is -inf, and 0 times -inf is NaN.
 #
 # **The fix.** Compute the loss from logits: `F.binary_cross_entropy_with_logits`, `F.cross_entropy` or
 # `F.logsigmoid`. If the formula needs probabilities, compute them in fp32: `logits.float().sigmoid()`.
@@ -406,7 +407,7 @@ for dtype in (torch.float16, torch.bfloat16):
     assert cross_entropy(half.float().sigmoid(), target).isfinite()
 
 # %% [markdown]
-# **Not this.** Do not only raise eps: in bf16 even `1 - 1e-3` is 1.
+# **Not this.** Do not just raise eps: in bf16 even `1 - 1e-3` is 1.
 
 # %%
 assert torch.tensor(1 - 1e-3).bfloat16() == 1
@@ -450,13 +451,12 @@ assert rms_norm(h).count_nonzero() == 0
 assert weight.grad.count_nonzero() == 0
 
 # %% [markdown]
-# **Why.** The square of a number above 256 is infinite in fp16, and a number divided by infinity is 0.
-# Autocast leaves a multiplication in fp16, so squares, variances and distances overflow long before their
-# inputs do.
+# **Why.** The square of a number above 256 is infinite in fp16, and a finite number divided by infinity is 0.
+# Autocast leaves the multiplication `h * h` in fp16, so the square overflows long before `h` does.
 #
-# In fp16, the sum over an image in a Dice or IoU loss overflows too: the sum of 512 x 512 ones is 262,144.
+# In fp16, the sum over an image in a Dice or IoU loss can overflow too: the sum of 512 x 512 ones is 262,144.
 #
-# **The fix.** Use the library's function, such as `F.rms_norm`, which does not overflow. Or call `.float()`
+# **The fix.** Use PyTorch's function, such as `F.rms_norm`, which does not overflow. Or call `.float()`
 # on the input of the formula, such as the logits of a loss.
 
 # %%
@@ -518,7 +518,7 @@ assert not all(buffer.isfinite().all() for buffer in model.buffers())
 # them NaN. Training does not use them, but evaluation does.
 #
 # **The fix.** Measure the running statistics again on good batches, with
-# `torch.optim.swa_utils.update_bn(loader, model)`. Then repair the overflow, or it will happen again.
+# `torch.optim.swa_utils.update_bn(loader, model)`. Then repair the overflow.
 
 # %%
 torch.optim.swa_utils.update_bn([batches[0], batches[2], batches[3]], model)

@@ -94,7 +94,7 @@ assert scales[165:] == [0.0] * 5  # from where no doubling leads back
 # sources are a square root at 0, `log(0)`, 0/0, a NaN in the data, or an activation that overflows in
 # fp16. <!-- tests/notebooks/test_08b_learning.py -->
 #
-# **The fix.** Find the operation that gives NaN with `amp_lab.numerics.find_nonfinite`, and change this
+# **The fix.** Use `amp_lab.numerics.find_nonfinite` to find the operation that gives NaN, and change this
 # operation. For a square root, add a small number under the root.
 
 
@@ -113,7 +113,8 @@ assert (healthy[0], healthy[-1]) == (2.0**16, 2.0**19)
 # line) after 17 steps.
 #
 # **Not this.** Do not switch the scaler off, and do not replace NaN by 0 in the gradients. Without the scaler,
-# the weights become NaN. With zeros, the weight whose gradient was NaN never learns.
+# the weights become NaN. With zeros, the weight whose gradient is always NaN does not
+# learn. <!-- tests/notebooks/test_08b_learning.py -->
 
 # %%
 unscaled, _ = train(sick_loss, torch.amp.GradScaler("cpu", enabled=False), steps=1)
@@ -165,7 +166,7 @@ assert lost.count_nonzero() == 0
 #
 # Each of the 16,384 outputs has the gradient 1e-4 / 16384 = 6e-9.
 #
-# **The fix.** Use a `GradScaler` with fp16, or use bf16, which has the range of fp32 and needs no
+# **The fix.** Use a `GradScaler` with fp16, or use bf16, which has nearly the range of fp32 and needs no
 # scaler.
 #
 # With the scaler, the gradient is right up to rounding:
@@ -221,7 +222,7 @@ assert torch.equal(model[0].weight.grad, x.expand(2, 2))  # right, in this versi
 
 # %% [markdown]
 # **Why.** A pass under `torch.no_grad()` leaves cast copies of the weights in autocast's cache. In older versions
-# of PyTorch these copies had no autograd history. A later pass in the same block used the copies again, so the
+# of PyTorch, these copies had no autograd history. A later pass in the same block used these copies, so the
 # weights got no gradient.
 #
 # torch 2.11 [has the fix](https://github.com/pytorch/pytorch/pull/165068).
@@ -276,12 +277,12 @@ assert max(pointless) > 2.0**120
 assert pointless[-1] < max(pointless)  # it skips steps, too
 
 # %% [markdown]
-# In fp16 the scale stays near the largest number of fp16. In bf16 the scale grows until it reaches the largest
+# In fp16 the scale stays near the largest number of fp16. In bf16 the scale grows almost to the largest
 # number of fp32. Then the scaler skips steps in bf16 as well.
 #
-# **Why.** A `GradScaler` is enabled by default. bf16 has the range of fp32, so gradients do not overflow and the
-# scale keeps growing. If a bf16 run overflows, check its dtype: autocast without `dtype=` is fp16 on a CUDA GPU and
-# bf16 on a CPU.
+# **Why.** A `GradScaler` is enabled by default. bf16 has nearly the range of fp32, so gradients rarely
+# overflow and the scale keeps growing. If a bf16 run overflows, check its dtype: autocast
+# without `dtype=` is fp16 on a CUDA GPU and bf16 on a CPU.
 #
 # **The fix.** Define the dtype in one place, pass it to autocast, and enable the scaler only for fp16:
 # `GradScaler(enabled=(dtype is torch.float16))`.
@@ -345,7 +346,7 @@ assert after_updates(model) == 1.0
 
 # %% [markdown]
 # **Why.** Just below 1, bf16 numbers are 2^-8 apart. An update smaller than half of this distance is rounded
-# away, so a weight of 1 never changes.
+# away, so a weight of 1 does not change.
 #
 # **The fix.** Keep the weights that you train in fp32 and let autocast use bf16. Call `model.float()` before you
 # create the optimizer, and load checkpoints without `assign=True`. If fp32 weights do not fit into memory, use an
@@ -557,8 +558,8 @@ print(f"zeros: {(stored.float() == 0).float().mean():.0%}")
 assert 0.1 < (stored.float() == 0).float().mean() < 0.2
 
 # %% [markdown]
-# **Why.** FP8 is a format for storage and for special matmuls. PyTorch lacks many operations for FP8, such as sums, and does
-# not promote FP8 to other dtypes. The positive numbers of its E4M3 format range from 0.002 to 448, so without a
+# **Why.** FP8 is a format for storage and for special matmuls. PyTorch lacks many operations for FP8, such
+# as additions, and does not promote FP8 to other dtypes. The positive numbers of the E4M3 format range from 0.002 to 448, so without a
 # scale small weights become zero.
 #
 # **The fix.** Use a library that stores a scale with each FP8 weight, such as torchao. To scale by hand, divide

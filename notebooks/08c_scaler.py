@@ -367,7 +367,7 @@ _ = pickle.dumps(call("step", "update"))
 # words = "bypass twice 65536 explodes optimizer.step after scaler.update if else duplicate own hand-written"
 # -->
 #
-# **What you see.** With SGD the loss is huge or NaN after one step. With Adam the run looks normal until
+# **What you see.** With SGD the loss is huge or NaN after one step. With Adam the run may look normal until
 # the weights become NaN.
 #
 # **The smallest program that does it.** The loss is scaled, but the loop still calls
@@ -407,8 +407,8 @@ assert math.isclose(weight_after_step(torch.optim.SGD, by_scaler=True), 0.9, rel
 assert weight_after_step(torch.optim.Adam, by_scaler=True, gradient=math.inf) == 1  # skipped
 
 # %% [markdown]
-# **Not this.** Do not lower the learning rate or clip to compensate for the scale: infinite gradients are
-# still applied.
+# **Not this.** Do not lower the learning rate or clip to compensate for the scale: steps with an infinite
+# gradient are still not skipped.
 
 # %% [markdown]
 # ## The optimizer needs a closure

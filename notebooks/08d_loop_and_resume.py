@@ -59,7 +59,7 @@ x = torch.tensor([[1.0, 2.0]])  # (1, 2), the input of most programs below
 # words = "clipping clip_grad_norm_ clip_grad_value_ max_grad_norm wandb hook halts"
 # -->
 #
-# **What you see.** There is no message. The model learns without clipping, but hardly learns with clipping.
+# **What you see.** There is no message. With SGD, the model learns without clipping, but hardly with clipping.
 # The logged gradient norm is huge, and sometimes jumps by a factor of 2.
 #
 # **The smallest program that does it.** We clip to a norm of 1 right after `backward`.
@@ -185,8 +185,8 @@ assert overflowing_step(strict=False, replace=True) == 65536
 # -->
 #
 # **What you see.** On the same batch the loss is exactly the same in every step. (If the model has norms
-# or embeddings, it may still fall, because autocast does not cast their weights.) Or a KL divergence from a reference
-# model stays 0 ([a report](https://github.com/X-GenGroup/Flow-Factory/pull/186)).
+# or embeddings, the loss may still fall, because autocast does not cast their weights.) Or a
+# KL divergence from a reference model stays 0 ([a report](https://github.com/X-GenGroup/Flow-Factory/pull/186)).
 # <!-- tests/notebooks/test_08d_loop_and_resume.py -->
 #
 # **The smallest program that does it.** We put a second autocast block around the whole loop.
@@ -287,10 +287,10 @@ assert with_new > 10 * with_saved
 # %% [markdown]
 # **Why.** A part of the run's state is missing from the checkpoint, such as the state of the optimizer or
 # the scaler. Or a part was saved in 16 bits. A new Adam moves nearly every weight by the full learning rate in
-# its first step. A new `GradScaler` starts at 65536, so the first steps may overflow and are skipped.
+# its first step. A new `GradScaler` starts at 65536, so the first steps may overflow and be skipped.
 #
-# Other causes: <!-- tests/notebooks/test_08d_loop_and_resume.py -->
-# - The weights were saved with `.half()`. A running variance above 65504 became infinite.
+# Examples: <!-- tests/notebooks/test_08d_loop_and_resume.py -->
+# - The weights were saved with `.half()`. A running variance of 100,000 became infinite.
 # - The *optimizer's* state was saved in 16 bits. Adam's `step` is a tensor too: in bf16, 301 is rounded to
 #   300. Before you load such a file, set `step` to the true number in fp32.
 # - The NaN was in the checkpoint already, often in [buffers of batch
@@ -309,8 +309,8 @@ step = torch.tensor(301.0).bfloat16()
 assert step == step + 1 == 300
 
 # %% [markdown]
-# **Not this.** If loading the optimizer's state makes the loss NaN, do not leave the state out: the first
-# steps are then too large. Repair the state or its dtype.
+# **Not this.** If loading the optimizer's state makes the loss NaN, do not leave the state out, because the
+# first steps can then be too large. Repair the state or its dtype.
 #
 # **Notice it earlier.** Before you save, check that all parameters and buffers are finite. `amp-lab
 # migrate` finds a checkpoint without the state of the scaler. <!-- tests/migrate/test_mistakes.py -->
@@ -336,8 +336,8 @@ assert step == step + 1 == 300
 # words = "lerp_ exp_avg exp_avg_sq AdamW Muon momentum_buffer ema_pytorch"
 # -->
 #
-# **What you see.** `optimizer.step()`, or the update of a moving average of the weights (EMA), raises one
-# of these messages, possibly with other dtypes:
+# **What you see.** `optimizer.step()`, or the update of a moving average of the weights (EMA), raises a
+# message such as these, possibly with other dtypes:
 # - ``expected dtype float for `end` but got dtype c10::BFloat16``
 # - ``expected dtype torch.float32 for `end`, but got dtype torch.bfloat16`` (compiled)
 # - `params, grads, exp_avgs, and exp_avg_sqs must have same dtype, device, and layout` ([fused, on a
@@ -359,8 +359,8 @@ assert "expected dtype float for `end` but got dtype c10::BFloat16" in message
 
 # %% [markdown]
 # **Why.** The model was cast after the optimizer or the average was created. The moments of the optimizer,
-# or the averaged weights, therefore have a different dtype from the weights. Adam and many averages use
-# `lerp`, which refuses two dtypes.
+# or the averaged weights, therefore have a different dtype from the weights. Adam, unless it is
+# fused, uses `lerp`, which refuses two dtypes.
 #
 # **The fix.** Cast the model first, then create the optimizer and the average, and load their states last.
 # If you use autocast, do not cast the model at all. For an fp32 average of bf16 weights, cast in the
@@ -373,7 +373,8 @@ assert adam.state[model.weight]["exp_avg"].dtype is torch.bfloat16
 
 # %% [markdown]
 # **Not this.** Do not load fp32 state into the optimizer of an fp16 model. `load_state_dict` casts the
-# state to the dtype of the weights: small second moments become 0, and Adam divides by 0.
+# moments to the dtype of the weights: small second moments become 0, and Adam divides by 0, unless it is
+# fused. <!-- tests/notebooks/test_08d_loop_and_resume.py -->
 #
 # For a gradient of 1e-5, the second moment is 1e-13. We load it into the optimizer of an fp16 model:
 
@@ -457,7 +458,7 @@ assert scaler.get_scale() == 1024
 # torch = "2.6 and later, by default"
 # -->
 #
-# **What you see.** `torch.load` raises `Weights only load failed.` Further down it says
+# **What you see.** `torch.load` raises `Weights only load failed.` Further down the message says
 # `Unsupported global: GLOBAL torch.amp.grad_scaler.GradScaler was not an allowed global by default.`
 # A checkpoint of DeepSpeed names [its own
 # class](https://github.com/modelscope/ms-swift/issues/5808) instead.

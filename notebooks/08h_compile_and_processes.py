@@ -89,7 +89,7 @@ assert (eager, compiled) == (torch.tensor(1.001).item(), 1.0)
 # **Why.** `torch.compile` plans the backward pass together with the forward pass. It [assumes that the
 # autocast around the call is also on in
 # `backward()`](https://docs.pytorch.org/docs/stable/torch.compiler_backward.html), so the gradients of
-# a region with `autocast(enabled=False)` are computed in 16 bits.
+# a matmul in a region with `autocast(enabled=False)` are computed in 16 bits.
 #
 # **The fix.** Open the autocast block *inside* the compiled function, where the compiler sees its end.
 # Or set `torch._functorch.config.backward_pass_autocast = "off"` before you compile.
@@ -237,7 +237,8 @@ for dtype in (torch.bfloat16, torch.float16):
 # [warns](https://github.com/huggingface/transformers/issues/42371): `Please use the new API settings
 # to control TF32 behavior`.
 #
-# **The smallest program that does it.** One line sets a new name, and another line reads an old name.
+# **The smallest program that does it.** One line sets a switch by its new name, and another line reads it by its
+# old name.
 
 # %%
 matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
@@ -252,8 +253,8 @@ assert all("mix of the legacy and new APIs" in message for message in messages)
 
 # %% [markdown]
 # **Why.** PyTorch has an old name (`allow_tf32`) and a new name (`fp32_precision`) for each [TF32
-# switch](19_choose_your_precision.ipynb#What-fp32-means). Setting a new name does not change the old
-# one, so reading the old name raises an error when the two contradict each other.
+# switch](19_choose_your_precision.ipynb#What-fp32-means). Setting the new name does not change the old
+# one. If the two names contradict each other, reading the old name raises an error.
 #
 # **The fix.** Set TF32 for matmuls with `torch.set_float32_matmul_precision`, which changes the old and the new
 # name, and for convolutions with `torch.backends.cudnn.allow_tf32`. Do not set `fp32_precision` while any library
@@ -316,7 +317,7 @@ print(message_of(lambda: torch.amp.custom_fwd(make)))
 
 # %% [markdown]
 # **Why.** The functions have moved to `torch.amp`, where the type of device is an argument. The old
-# names still work in torch 2.15, and the results do not change.
+# names still work in torch 2.15.
 # <!-- tests/notebooks/test_13_from_apex.py -->
 #
 # The first argument of the *old* `GradScaler` is the scale. If you pass a device instead, `full()` fails
@@ -458,10 +459,10 @@ assert new == "FSDP expects uniform original parameter dtype but got"
 assert old.startswith("Must flatten tensors with uniform dtype but got")
 
 # %% [markdown]
-# **Why.** FSDP puts the parameters of a unit (a module that you wrap) into common buffers, and a buffer
-# has one dtype. FSDP2 checks only the parameters that are trained.
+# **Why.** The older FSDP flattens the parameters of a unit (a module that you wrap) into one tensor, which has
+# one dtype. FSDP2 checks only the parameters that are trained.
 #
-# **The fix.** Cast all trained weights to fp32 before you wrap the model, and let
+# **The fix.** With FSDP2, cast all trained weights to fp32 before you wrap the model, and let
 # `MixedPrecisionPolicy(param_dtype=torch.bfloat16)` cast them for the computation. Or first wrap each
 # module that has another dtype as a separate unit.
 
