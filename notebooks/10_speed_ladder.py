@@ -315,8 +315,8 @@ assert moved_bytes["AMP"] < moved_bytes["plain"]
 #
 # The **roofline** shows the limits of computing and of moving data in one figure. The horizontal axis is
 # the number of FLOPs for each byte moved. The vertical axis is the FLOP/s reached. Each line is the highest
-# possible rate of a device that computes and moves data at the same time. Under the slope of a line, moving
-# the data takes longer than computing. Under the flat part, computing takes longer.
+# possible rate of a device that computes and moves data from and to memory at the same time. Under the slope
+# of a line, moving the data takes longer than computing. Under the flat part, computing takes longer.
 
 # %% tags=["nbval-ignore-output"]
 points = []

@@ -213,8 +213,9 @@ def train_ddp(config, data, dtype, device, sums_in=torch.float32):
 # - `param_dtype`: FSDP2 casts the weights to this dtype *before* it sends them, and the layers compute in
 #   this dtype. The shards stay fp32.
 # - `reduce_dtype`: FSDP2 sends and sums the gradients in this dtype.
-# - `output_dtype`: the dtype of the module's output. Set it to fp32 in the policy of the outermost module,
-#   so that the loss is fp32. <!-- tests/tracing/test_sharding.py -->
+# - `output_dtype`: FSDP2 [casts the module's
+#   output](https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html) to this dtype. Set it to
+#   fp32 in the policy of the outermost module, so that the loss is computed in fp32.
 #
 # Autocast chooses a dtype for each *op*. The policy chooses a dtype for each *module*, so in bf16 the
 # norms run in bf16 too. <!-- tests/tracing/test_sharding.py -->
