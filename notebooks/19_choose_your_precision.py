@@ -160,15 +160,16 @@ print("T4, a model trained in bf16:", choose(turing, "infer", trained_in="bf16")
 # for convolutions and for matmuls:
 #
 # - **Convolutions** use TF32 by default. `torch.backends.cudnn.allow_tf32 = False` turns it off.
-# - **Matmuls** use fp32 by default. `torch.set_float32_matmul_precision` changes this, also on a CPU:
+# - **Matmuls** use fp32 by default. `torch.set_float32_matmul_precision` changes this, also on some CPUs:
 #
-# | `set_float32_matmul_precision` | matmuls on an NVIDIA GPU with TF32 | matmuls on a CPU |
+# | `set_float32_matmul_precision` | matmuls on an NVIDIA GPU with TF32 | matmuls on a CPU, depending on the CPU |
 # |---|---|---|
 # | `"highest"`, the default | fp32 | fp32 |
-# | `"high"` | TF32 | TF32, if the CPU has TF32 |
-# | `"medium"` | TF32 | bf16, if the CPU has bf16 |
+# | `"high"` | TF32 | fp32 or TF32 |
+# | `"medium"` | TF32 | fp32, TF32 or bf16 |
 #
-# The next cell sets each mode, but runs no matmul, so it needs no GPU. In the output, `ieee` means fp32:
+# The next cell sets each mode, but runs no matmul, so it needs no GPU. In the output, `ieee` means fp32, and for
+# a CPU you see the lowest precision that is allowed:
 
 
 # %%
