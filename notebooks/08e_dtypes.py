@@ -229,7 +229,7 @@ for dtype in HALF:
 #
 # If the input is in half precision too, look for an fp32 tensor inside the model, such as a table of positions.
 # If `+`, `torch.cat`, `torch.stack` or `torch.where` combines an fp32 tensor with a half-precision tensor, the
-# result is fp32, unless the fp32 tensor has no dimensions (a single number).
+# result is fp32, unless only the fp32 tensor has no dimensions (a single number).
 #
 # On a CPU, `BatchNorm`, `LayerNorm` and `GroupNorm` with half-precision weights raise the error for an fp32
 # input even inside an autocast block. <!-- tests/notebooks/test_08e_dtypes.py -->
@@ -324,7 +324,7 @@ assert len(refusals([lambda write=write: filled(write) for write in WRITES])) ==
 # `masked_scatter`, `scatter` and `index_add` return a new tensor. They raise the error too, because
 # autocast has no rule for these three ops. <!-- tests/notebooks/test_08e_dtypes.py -->
 #
-# Writing an fp32 tensor into a half-precision buffer with one of these ops raises the error too.
+# `index_add_` raises the error too if it writes an fp32 tensor into a half-precision buffer.
 # <!-- tests/notebooks/test_08e_dtypes.py -->
 #
 # **The fix.** Cast the values `f` that you write into the buffer: `buffer[i] = f.to(buffer.dtype)`. Or create
@@ -585,7 +585,8 @@ assert "but got Double and BFloat16" in message
 
 # %% [markdown]
 # **Why.** The input is float64 or an integer, but the weights are fp32. `torch.from_numpy` keeps the dtype
-# of the array. NumPy creates float64 by default. Autocast does not cast float64 or integers.
+# of the array. NumPy's floating-point arrays are float64 by default. Autocast does not cast float64 or
+# integers.
 #
 # **The fix.** Convert the input where you load it, with `torch.from_numpy(array).float()`. Convert the class
 # targets of `cross_entropy` with `.long()`.

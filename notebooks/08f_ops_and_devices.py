@@ -155,8 +155,8 @@ with cuda_rules():
     print(message_of(lambda: torch.rand(2, device="cuda").half().quantile(0.5)))
 
 # %% [markdown]
-# **Why.** No kernel of this op supports this dtype. Under autocast, the input has 16 bits because the layer
-# before the op returns 16 bits, and autocast casts inputs only for the ops on its list.
+# **Why.** The op has no kernel for this dtype on this device. Under autocast, the input has 16 bits because
+# the layer before the op returns 16 bits, and autocast casts inputs only for the ops on its list.
 #
 # The list depends on the device. On a CPU it contains the quantile and the inverse, but not the determinant.
 # On CUDA it contains none of the three. <!-- tests/notebooks/test_08f_ops_and_devices.py -->
@@ -226,8 +226,8 @@ print(message_of(lambda: np.from_dlpack(prediction)))
 # **The fix.** Convert to fp32 first: `prediction.detach().float().cpu().numpy()`. `tolist()` needs no
 # conversion.
 #
-# To keep every bit, view the tensor as 16-bit integers, and do the same on the way back. An array of
-# `ml_dtypes.bfloat16`, for example from JAX, needs `array.view(np.int16)`.
+# To keep every bit, view the tensor as 16-bit integers, and view the integers as bf16 on the way back. For
+# an array of `ml_dtypes.bfloat16`, for example from JAX, call `array.view(np.int16)`.
 #
 # **Not this.** Do not convert with `.half().numpy()`: numbers over 65504 become infinite, and NumPy
 # continues to compute in fp16.
@@ -285,9 +285,9 @@ print(message_of(lambda: torch.autocast(torch.device("cpu"))))
 print(warnings_of(lambda: torch.autocast("mps", dtype=torch.float32)))
 
 # %% [markdown]
-# **Why.** `torch.autocast` takes the type of a device, such as `"cuda"`, `"cpu"`, `"mps"` or `"xpu"`. The dtype
-# has to be fp16 or bf16. With another dtype, autocast warns and switches itself off. Of these four devices,
-# only CUDA also accepts fp32. <!-- tests/notebooks/test_08f_ops_and_devices.py -->
+# **Why.** `torch.autocast` takes the type of a device, such as `"cuda"`, `"cpu"`, `"mps"` or `"xpu"`. On a
+# CPU, MPS or XPU, the dtype has to be fp16 or bf16: with fp32, autocast warns and switches itself off. CUDA
+# also accepts fp32. <!-- tests/notebooks/test_08f_ops_and_devices.py -->
 #
 # On AMD's GPUs the type is [`"cuda"`](https://docs.pytorch.org/docs/stable/notes/hip.html), not `"hip"`. MPS
 # has autocast for fp16 from torch 2.5 on, and for bf16 from 2.6 on
@@ -312,7 +312,7 @@ for device_type in ("meta", "cpu"):
 assert warnings_of(lambda: torch.autocast("mps", enabled=False)) == ""
 
 # %% [markdown]
-# **Not this.** Do not hide the warning with `warnings.filterwarnings("ignore")`: the block then runs in fp32.
+# **Not this.** Do not hide the warning with `warnings.filterwarnings("ignore")`: the block still runs in fp32.
 
 
 # %% [markdown]
@@ -470,10 +470,10 @@ assert torch.fft.rfft(torch.ones(512)).abs().square().max() > 65504
 # Colab cuda works MacBook stops"""
 # -->
 #
-# **What you see.** On a Mac, moving a tensor to the device raises
+# **What you see.** On a Mac, moving a float64 tensor to the device raises
 # `Cannot convert a MPS Tensor to float64 dtype as the MPS framework doesn't support float64.` We quote it from
-# PyTorch's [source](https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/mps/EmptyTensor.cpp). An Intel
-# Arc A says `Required aspect fp64 is not supported on the device` ([a
+# PyTorch's [source](https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/mps/EmptyTensor.cpp). On an
+# Intel Arc A, the message is `Required aspect fp64 is not supported on the device` ([a
 # report](https://github.com/intel/torch-xpu-ops/issues/1742)).
 #
 # **The smallest program that does it.** We send a NumPy array to the device. The array is float64, because
@@ -486,8 +486,8 @@ if torch.backends.mps.is_available():
     assert "the MPS framework doesn't support float64" in message_of(lambda: weights.to("mps"))
 
 # %% [markdown]
-# **Why.** Apple's GPUs and Intel's Arc A do not support float64. NumPy computes in float64 by default. In older
-# versions, `GradScaler.unscale_` also created a float64 tensor ([issue
+# **Why.** Apple's GPUs and Intel's Arc A do not support float64. NumPy's floating-point arrays are float64
+# by default. In older versions, `GradScaler.unscale_` also created a float64 tensor ([issue
 # 142397](https://github.com/pytorch/pytorch/issues/142397)).
 #
 # **The fix.** Convert the tensor to fp32 before you move it: `torch.from_numpy(array).float().to("mps")`. In

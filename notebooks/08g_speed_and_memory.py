@@ -85,7 +85,8 @@ assert "In CPU autocast, but the target dtype is not supported." in wrong_dtype
 
 # %% [markdown]
 # **Why.** PyTorch sees no GPU, or autocast does not support the dtype on this device. Autocast then
-# switches itself off with a warning, and training goes on in fp32. Without a GPU, the scaler does the same.
+# switches itself off with a warning, and training goes on in fp32. Without a GPU, a scaler for CUDA does
+# the same.
 #
 # For `"xpu"` and `"mps"` there is no warning if the device is missing. Autocast and the scaler stay
 # enabled, but autocast leaves tensors on the CPU in fp32. <!-- tests/notebooks/test_08g_speed_and_memory.py -->
@@ -357,8 +358,8 @@ assert freed == 6  # all of them twice
 
 # %% [markdown]
 # **Why.** The weights stay in fp32, and autocast makes a 16-bit copy of each. Under
-# `torch.no_grad()`, autocast keeps the copies of weights that require a gradient until the block
-# ends.
+# `torch.no_grad()`, autocast keeps the copies of weights that require a gradient until the autocast
+# block ends.
 #
 # **The fix.** Use `torch.inference_mode()` or `torch.autocast(…, cache_enabled=False)`, which keep no
 # copies. A model that only runs inference needs no autocast: cast it once with `model.bfloat16()`,
@@ -441,7 +442,8 @@ print(message_of(lambda: torch._scaled_grouped_mm(fp8(32, 100), fp8(64, 100).T, 
 # [SGLang](https://github.com/sgl-project/sglang/issues/3345) refuses the sizes of an FP8 checkpoint, use a
 # smaller tensor-parallel size.
 #
-# The logits of real tokens stay the same. Ignore the logits of the padding tokens before you choose a token.
+# In a padded vocabulary, the logits of the real tokens stay the same. Ignore the logits of the padding tokens
+# before you choose a token.
 
 # %%
 padded = math.ceil(50257 / 64) * 64
@@ -584,8 +586,9 @@ print(f"tensors held by three losses: {losses}, by three numbers: {numbers}")
 assert losses > numbers == 0
 
 # %% [markdown]
-# **Why.** A loss or an output that you keep holds its graph, and the graph holds activations of its batch.
-# Without a graph the outputs alone can fill the memory: logits have batch size x tokens x vocabulary numbers.
+# **Why.** A loss or an output that you keep holds its graph, and until `backward` the graph holds activations
+# of its batch. Without a graph, the outputs alone can fill the memory: logits have batch size x tokens x
+# vocabulary numbers.
 #
 # **The fix.** Evaluate under `torch.inference_mode()`, add up `loss.item()`, and keep
 # `logits.argmax(-1).cpu()` in place of the logits. In transformers' Trainer set
