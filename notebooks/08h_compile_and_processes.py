@@ -206,8 +206,8 @@ for dtype in (torch.bfloat16, torch.float16):
     assert output.dtype is torch.float32
 
 # %% [markdown]
-# **Notice it earlier.** `amp-lab doctor` reports whether an LSTM fails on your CPU. `amp-lab xray
-# --device cpu` names the layers of your model that will fail. <!-- tests/core/test_cpu.py -->
+# **Notice it earlier.** `amp-lab doctor --device cpu` reports whether an LSTM fails on your CPU.
+# `amp-lab xray --device cpu` names the layers of your model that will fail. <!-- tests/core/test_cpu.py -->
 
 # %% [markdown]
 # ## TF32 is set in the old and in the new way
@@ -489,6 +489,7 @@ assert one + 2**-9 == one
 # %% [markdown]
 # **Notice it earlier.** `amp-lab xray FILE.py:CALLABLE --parallel fsdp` [reports units with two
 # dtypes](../docs/several_machines.md#show-the-dtype-of-each-parameter) before the first step.
+# <!-- tests/remedies/test_sharding_remedies.py -->
 
 # %% [markdown]
 # ## The ranks of a distributed run diverge
