@@ -136,8 +136,8 @@ def train_amp(model, optimizer, batches, dtype, scaler):
 # The marked lines use two tools:
 #
 # - **`torch.autocast`** casts the inputs of [many ops in its block](02_autocast_dtypes.ipynb): to 16 bits
-#   for linear layers and convolutions, and to fp32 for ops that need it, such as most losses. The weights
-#   stay in fp32.
+#   for linear layers and convolutions, and to fp32 for ops that need it, such as `cross_entropy`. The
+#   weights stay in fp32.
 # - **The scaler** is needed only for fp16, where a gradient smaller than about 3e-8 [becomes
 #   zero](01_number_formats.ipynb#Underflow). `scale` multiplies the loss, and so all gradients, by a large
 #   number, the *loss scale*. `step` divides the gradients by the loss scale before the optimizer uses
@@ -250,8 +250,8 @@ assert memory[str(precision)] < memory["fp32"]
 # ## Summary
 #
 # Four lines of the loop changed: an autocast block around the forward pass and the loss, and three calls
-# of a scaler, which is enabled only for fp16. AMP about halved the saved activations and left the loss
-# about the same. The time changed by the factor that you measured.
+# of a scaler, which is enabled only for fp16. Here AMP about halved the saved activations and left the
+# loss about the same. The time changed by the factor that you measured.
 #
 # Next: [what the formats can and cannot represent](01_number_formats.ipynb).
 #

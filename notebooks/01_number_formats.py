@@ -152,8 +152,8 @@ _ = figures.range_and_spacing(pictured)
 #
 # ## Rounding
 #
-# The exact result of a cast, an addition or a multiplication often falls between two numbers of the
-# format. It is then rounded to the nearer one. A result exactly in the middle is a *tie*, which goes to
+# The exact result of a cast from fp32, an addition or a multiplication often falls between two numbers of
+# the format. It is then rounded to the nearer one. A result exactly in the middle is a *tie*, which goes to
 # the number whose last bit is 0 (*round to nearest, ties to even*). From 2048 to 4096 fp16 has only the
 # even numbers, so every odd number is a tie. We round the integers from 2048 to 2056 to fp16.
 
@@ -322,8 +322,9 @@ assert not torch.backends.cuda.matmul.allow_fp16_accumulation
 # %% [markdown]
 # The sum in fp16 ends much too low. As the sum grows, its spacing grows too, so more and more products are
 # swamped. `a @ b` avoids this: it reads 16-bit inputs, adds up in fp32, and rounds once at the end.
-# [GPUs usually work in the same way](https://docs.pytorch.org/docs/stable/notes/numerical_accuracy.html),
-# unless you switch on [`allow_fp16_accumulation`](https://docs.pytorch.org/docs/stable/notes/cuda.html).
+# [On GPUs too, matmuls typically add up in
+# fp32](https://docs.pytorch.org/docs/stable/notes/numerical_accuracy.html), unless you switch on
+# [`allow_fp16_accumulation`](https://docs.pytorch.org/docs/stable/notes/cuda.html).
 #
 # ## The gradients of a real network
 #
@@ -365,7 +366,7 @@ _ = figures.gradients_against_fp16(gradients.abs().log2(), scales=(1, 2**16))
 # left to right: zero (grey), subnormal (light grey), normal (white) and infinite (grey).
 #
 # - **Scale 1, or 2^0 (above):** nearly all gradients lie in the two grey areas on the left, and more than
-#   a third become zero.
+#   a fifth become zero.
 # - **Scale 2^16 (below):** all gradients move 16 units to the right, and nothing else changes. Fewer than
 #   2 % become zero. `torch.amp.GradScaler` starts with this scale.
 #

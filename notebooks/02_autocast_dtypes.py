@@ -58,7 +58,7 @@ assert defaults == [torch.bfloat16] + [torch.float16] * 3
 # %% [markdown]
 # Autocast casts the inputs of matmuls, because matmuls can be [much
 # faster](https://docs.pytorch.org/docs/stable/amp.html) in 16 bits. It leaves an addition alone.
-# `torch.outer` computes the same numbers as the matmul, but in fp32, because autocast looks at which *op*
+# `torch.outer` computes the same products as the matmul, but in fp32, because autocast looks at which *op*
 # is called.
 #
 # Autocast gives *copies* to the op, so `x` is still fp32. **The parameters of a model stay fp32 in the
@@ -74,7 +74,7 @@ assert defaults == [torch.bfloat16] + [torch.float16] * 3
 # | policy | what autocast does | typical ops |
 # |---|---|---|
 # | lower precision | casts the inputs to `low` | `linear`, `conv2d`, `matmul` |
-# | fp32 | casts the inputs to fp32, or passes `dtype=torch.float32` to the op | most losses; on a GPU also `exp`, `softmax` and `layer_norm` |
+# | fp32 | casts the inputs to fp32, or passes `dtype=torch.float32` to the op | `mse_loss`, `cross_entropy`; on a GPU also `exp`, `softmax` and `layer_norm` |
 # | promote | casts the inputs to fp32 if one of them is fp32 | a few ops that combine tensors, such as `index_copy` and `cat` on a CPU |
 # | (not on the list) | nothing: the op runs in the dtype of its inputs | `relu`, `add`, `mean` |
 #
@@ -213,13 +213,13 @@ assert (careless.dtype, careful.dtype, back.dtype) == (low, torch.float32, low)
 
 # %% [markdown]
 # Only the second matmul runs in fp32. The island only switches *casting* off, so low-precision inputs are
-# still multiplied in low precision. **An island needs `.float()` on its inputs.** After the island you
-# need no cast, because autocast casts again.
+# still multiplied in low precision. **An island needs `.float()` on its inputs.** The matmul after
+# the island needs no cast, because autocast casts its inputs again.
 #
 # ## The cache of weight casts
 #
 # If a block uses a weight five times, one cast is enough. In training, autocast keeps the cast of a trained
-# weight until the outermost block ends. <!-- tests/notebooks/test_02_autocast_dtypes.py -->
+# fp32 weight until the outermost block ends. <!-- tests/notebooks/test_02_autocast_dtypes.py -->
 #
 # We count the casts for a trained weight with and without the cache, for a frozen weight, and for a weight
 # that is computed from another tensor.
@@ -246,7 +246,7 @@ assert list(counts.values()) == [1, 5, 5, 5]
 
 # %% [markdown]
 # Only one case needed a single cast: the trained weight, with the cache on. In training, the cache holds
-# the casts of **leaf tensors that require a gradient**: the parameters that you train.
+# the casts of the fp32 parameters that you train: **leaf tensors that require a gradient**.
 #
 # The cache hurts if a weight changes inside the block. We double a weight, as `optimizer.step()` might.
 
@@ -547,4 +547,4 @@ exercises.check_policy(policy)
 #   what they are made for.
 # - AMD, [Automatic mixed precision in PyTorch using AMD
 #   GPUs](https://rocm.blogs.amd.com/artificial-intelligence/automatic-mixed-precision/README.html), 2024:
-#   the source of the five-line demo.
+#   the source of `x @ y.T` and `x + y`.

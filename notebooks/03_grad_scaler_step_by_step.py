@@ -311,7 +311,7 @@ assert max(scales) > 65504
 # A scaler costs one pass over all gradients in each step. With an ordinary optimizer, the CPU also
 # [waits for the
 # GPU](https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html#avoid-unnecessary-cpu-gpu-synchronization)
-# in each step, because `scaler.step` has to read whether a gradient overflowed. With a fused optimizer
+# in each step, because `scaler.step` has to read whether a gradient overflowed. With a fused SGD
 # (`fused=True`) the CPU need not wait. <!-- tests/notebooks/test_03_grad_scaler_step_by_step.py -->
 #
 # ## A scaler written by hand

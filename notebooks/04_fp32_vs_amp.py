@@ -230,7 +230,7 @@ for picture in pictures.values():
     assert close.float().mean() > 0.6
 
 # %% [markdown]
-# All networks draw the diamonds in the right places, but blur their edges.
+# Here all networks draw the diamonds in the right places, but blur their edges.
 #
 # ## Time of a training step
 #
@@ -282,9 +282,8 @@ assert inference_flops < 0.5 * training_flops  # the backward pass is most of a 
 #
 # ## Memory of a training step
 #
-# Autograd saves tensors for the backward pass. `saved_bytes` measures their size on any device, with [hooks
-# that see each saved
-# tensor](https://docs.pytorch.org/tutorials/intermediate/autograd_saved_tensors_hooks_tutorial.html). On
+# Autograd saves tensors for the backward pass. `saved_bytes` measures their size with [hooks that see each
+# saved tensor](https://docs.pytorch.org/tutorials/intermediate/autograd_saved_tensors_hooks_tutorial.html). On
 # a GPU, `measure` also reads the peak of the memory in the whole step, if PyTorch's allocator keeps
 # statistics there. <!-- tests/core/test_timing.py -->
 
@@ -316,7 +315,7 @@ _ = figures.time_and_memory(
 # all saved tensors are activations in bf16. <!-- tests/notebooks/test_04_fp32_vs_amp.py -->
 #
 # The peak also includes the weights, their gradients and Adam's state. All of these [stay in
-# fp32](06_caltech256_resnet50.ipynb#Train-the-backbone-too), so the peak shrinks less.
+# fp32](06_caltech256_resnet50.ipynb#Train-the-backbone-too).
 #
 # ## How not to measure
 #
