@@ -93,12 +93,16 @@ def test_an_update_below_one_512th_is_lost_in_bf16():
 
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 def test_the_trainer_updates_the_weights_in_the_dtype_of_the_model(dtype, saved_in_bf16, tmp_path):
-    """AMP0262."""
+    """AMP0262 and AMP0294."""
     auto = library("transformers").AutoModelForCausalLM
     chosen = {} if dtype is BF16 else {"dtype": FP32}
-    model = auto.from_pretrained(saved_in_bf16, **chosen)
+    model, outputs = auto.from_pretrained(saved_in_bf16, **chosen), set()
+    model.model.layers[0].mlp.up_proj.register_forward_hook(
+        lambda _layer, _inputs, output: outputs.add(output.dtype)
+    )
     trainer = trainer_of(model, tmp_path, bf16=True)
     trainer.train()
+    assert outputs == {BF16}
     assert model.dtype is dtype
     assert state_dtypes(trainer.optimizer.optimizer) == {dtype}
     config = library("transformers").AutoConfig.from_pretrained(tmp_path / "checkpoint-1")

@@ -301,7 +301,7 @@ class TwoMethods(nn.Module):
 
 
 def test_accelerate_puts_only_the_forward_of_the_prepared_model_under_autocast():
-    """AMP0178."""
+    """AMP0178 and AMP0294."""
     accelerate = pytest.importorskip("accelerate")
     accelerate.state.AcceleratorState._reset_state(True)  # another test may have made one
     accelerator = accelerate.Accelerator(mixed_precision="bf16", cpu=True)
@@ -402,11 +402,13 @@ def test_without_its_cache_autocast_keeps_a_cast_for_each_use():
 
 
 def test_lightning_turns_the_cache_off():
-    """AMP0293."""
+    """AMP0293 and AMP0294."""
     plugins = pytest.importorskip("lightning.pytorch.plugins.precision")
     plugin = plugins.MixedPrecision("bf16-mixed", "cpu")
     layer = nn.Linear(64, 64)
     with plugin.forward_context():
+        assert layer(torch.ones(1, 64)).dtype is torch.bfloat16
+        assert layer.weight.dtype is torch.float32
         assert not torch.is_autocast_cache_enabled()
         assert bytes_saved(lambda: repeated(layer)) > 10 * layer.weight.numel() * 2
         with BF16_BLOCK(cache_enabled=True):
