@@ -84,7 +84,7 @@ assert [len(x) for x, _ in batches] == [16, 16, 16, 16, 8]
 
 # %% [markdown]
 # This is the AMP loop. Each line marked `# AMP` is new. If it replaces a line of the fp32 loop, the
-# comment shows the old line. The fp32 loops are in [`course/recipes.py`](course/recipes.py).
+# comment shows what it replaces. The fp32 loops are in [`course/recipes.py`](course/recipes.py).
 # <!-- tests/notebooks/test_07_training_recipes.py -->
 
 
@@ -282,9 +282,9 @@ problem.check_same(recipes.schedule_plain, schedule_amp)
 #
 # ## Checkpoint activations
 #
-# You need this if activations fill the memory. A checkpointed part of the model [keeps only its
-# input](https://docs.pytorch.org/docs/stable/checkpoint.html) and runs a second time in the backward
-# pass. Here we checkpoint the first two layers.
+# You need this if activations fill the memory. A checkpointed part of the model [does not save its
+# activations](https://docs.pytorch.org/docs/stable/checkpoint.html), but runs a second time in the
+# backward pass. Here we checkpoint the first two layers.
 
 
 # %%
@@ -314,10 +314,10 @@ assert torch.equal(recomputed, problem.change(train_amp, torch.float16))
 # a `context_fn` saves only the matmuls, backward raises `… not found in storage`. Give autocast
 # `cache_enabled=False`. <!-- tests/notebooks/test_07_training_recipes.py -->
 #
-# **Without `use_reentrant=False`** you get the older kind of checkpoint, with a warning that asks you to
+# **Without `use_reentrant`** you get the older kind of checkpoint, with a warning that asks you to
 # choose. If the checkpoint's input needs no gradient, such as a batch of data, the older kind cuts the
-# graph there. The parameters inside then get no gradient. If your optimizer has other parameters too,
-# you see no error, but the checkpointed part never learns.
+# graph there. The parameters inside then get no gradient. If layers that learn follow, you see no error,
+# but the checkpointed part never learns.
 # <!-- tests/notebooks/test_07_training_recipes.py -->
 #
 # ## Use several losses and optimizers
@@ -357,8 +357,8 @@ assert math.isclose(ratio, 2, rel_tol=1e-3)
 # With the early `update`, the gradients of the second optimizer were multiplied by 65,536, but divided by
 # 32,768.
 #
-# With `update` at the end, the second optimizer still steps when the first one skips its step. If that harms
-# your training, use one optimizer with two parameter groups.
+# With `update` at the end, the second optimizer still steps when only the first one's gradients overflow.
+# If that harms your training, use one optimizer with two parameter groups.
 # <!-- tests/notebooks/test_07_training_recipes.py -->
 #
 # ## Load half precision weights

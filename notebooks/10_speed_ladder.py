@@ -223,9 +223,8 @@ assert inputs_last.stride()[1] == 1  # from one channel to the next
 
 # %% [markdown]
 # **Rung 3: a fused optimizer, and no waiting.**
-# [`fused=True`](https://docs.pytorch.org/docs/stable/optim.html) merges the ops of Adam's update into one
-# kernel. We also stop reading the loss after each step, because on a GPU each read makes the host [wait
-# for the
+# [`fused=True`](https://docs.pytorch.org/docs/stable/optim.html) merges the ops of Adam's update. We also
+# stop reading the loss after each step, because on a GPU each read makes the host [wait for the
 # device](https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html#avoid-unnecessary-cpu-gpu-synchronization).
 
 

@@ -463,7 +463,7 @@ assert abs(before - found[False]) > 0.1  # it had a different model before
 
 # %% [markdown]
 # After loading, the two processes have the loss of the saved model. With fp16, also save the scaler's
-# `state_dict()`, which is the same on all ranks, and load it on every rank.
+# `state_dict()`, and load it on every rank.
 #
 # ## Summary
 #

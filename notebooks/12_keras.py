@@ -25,7 +25,7 @@
 # <!-- tests/course/test_processes.py, tests/tools/test_sync.py -->
 
 # %% [markdown]
-# You select the Keras backend with an environment variable [before you import
+# You can select the Keras backend with an environment variable [before you import
 # Keras](https://keras.io/getting_started/#configuring-your-backend). We select torch. To use both torch
 # and TensorFlow, we start a process for each.
 
@@ -118,8 +118,8 @@ assert layers.Dense(3).compute_dtype == "float16"
 # CUDA](https://docs.pytorch.org/docs/stable/amp.html#cuda-op-specific-behavior) it runs a matrix
 # multiplication in float16 and a sum in float32. A policy applies to a whole layer.
 #
-# Under `mixed_float16`, Keras's batch normalization computes its squares in float32. But the layer below
-# overflows unless you set its dtype to float32:
+# Under `mixed_float16`, Keras's batch normalization computes its squares in float32. The layer below
+# overflows, but not if you set its dtype to float32:
 
 
 # %%

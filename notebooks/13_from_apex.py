@@ -105,7 +105,7 @@ assert torch.equal(today, as_apex_did)
 # - **Master weights** (O2): the optimizer updates an fp32 copy of each fp16 weight.
 # - **The dynamic loss scale** (O1 and O2) [started at
 #   2^16](https://github.com/NVIDIA/apex/blob/e13873debc4699d39c6861074b9a3b2a02327f92/apex/amp/scaler.py)
-#   and by default grew up to 2^24. `GradScaler` has no upper limit. <!-- tests/notebooks/test_13_from_apex.py -->
+#   and by default grew up to 2^24. The scale of a `GradScaler` can grow further. <!-- tests/notebooks/test_13_from_apex.py -->
 #
 # We use a toy version of Apex in plain torch ([`course/toy_apex.py`](course/toy_apex.py)).
 #
@@ -239,7 +239,7 @@ with ToyApex() as amp:
 assert old_model[0].weight.grad.norm() <= 0.1  # the last gradient is clipped
 
 # %% [markdown]
-# This is the same loop today, with each changed line marked. The final weights are the same:
+# This is the same loop today, with each changed line marked. On a CPU, the final weights are the same:
 
 # %%
 model = new_model(device)
@@ -441,7 +441,7 @@ def resume(use_masters=False):
 check_close(resume(), whole, SAME)
 
 # %% [markdown]
-# The run at O1 resumes exactly. At O2 we resume once with the weights in the file, and once with the
+# On a CPU, the run at O1 resumes exactly. At O2 we resume once with the weights in the file, and once with the
 # master weights. How close will each resumed run be?
 
 # %%
@@ -453,18 +453,19 @@ folder.cleanup()
 
 # %% [markdown]
 # Without the master weights, the losses are close but not equal. With the master weights from the file,
-# the run resumes exactly.
+# the run resumes exactly on a CPU.
 #
 # ## Summary
 #
 # - O1 is autocast with `GradScaler`. For cross-entropy, pass `logits.float()`.
-# - O2 stores the weights twice. With Adam it takes 20 bytes per parameter; autocast takes 16.
+# - O2 stores the weights twice. With Adam it takes 20 bytes per parameter during the optimizer step;
+#   autocast takes 16.
 # - O3 is `model.half()`. It loses small updates, and our second loss was NaN.
 # - In the loop, `scale_loss` becomes `scale(loss).backward()`, and `optimizer.step()` becomes
 #   `scaler.step(optimizer)`. Call `unscale_` before you clip, and `update` after the step.
 # - When you move from `torch.cuda.amp`, always pass the dtype, and pass the device as the first argument.
 # - An Apex checkpoint stores the scaler's state under other names. With its master weights, our run at O2
-#   resumed exactly.
+#   resumed exactly on a CPU.
 #
 # ## Exercises
 #

@@ -41,7 +41,7 @@ figures.use_style()
 # %% [markdown]
 # ## The idea in five lines
 #
-# E4M3 is the more precise of the two FP8 formats. We round a gradient of ordinary size to E4M3, first
+# E4M3 is an FP8 (eight-bit) format. We round a gradient of ordinary size to E4M3, first
 # directly, then with a *scale*: we divide the gradient by the scale, round, and multiply by the scale.
 # In the code, `factor` is 1 / scale. Before you run this: what are the two results?
 
@@ -275,11 +275,11 @@ for name, values in last.items():
 _ = figures.loss_from_fp32(losses)
 
 # %% [markdown]
-# The figure shows how much higher each loss is than that of fp32: the mean of three seeds, with bars for
-# their range. The grey band is the range of the fp32 loss over the seeds.
+# The figure shows how much higher each smoothed loss is than that of fp32: the mean of three seeds, with
+# bars for their range. The grey band is the range of the fp32 loss around its mean.
 #
-# FP8 and MXFP8 learn as well as fp32. The four-bit formats learn slightly less. FP8 without a scale learns
-# much less. We check the printed losses:
+# Here, FP8 and MXFP8 learn as well as fp32. The four-bit formats learn slightly less. FP8 without a scale
+# learns much less. We check the printed losses:
 
 # %%
 between_seeds = max(last["fp32"]) - min(last["fp32"])
@@ -414,7 +414,7 @@ report
 # for each star:
 #
 # - The large feature ruins the two layers around it, `blocks.1.up` and `blocks.1.down`, in all four formats.
-# - The head, `token.weight`, has no SQNR in these formats, because its output size of 88 is not a [multiple
+# - The head, `token.weight`, has no SQNR in these formats, because its output size, here 88, is not a [multiple
 #   of 16](08g_speed_and_memory.ipynb#A-size-is-not-a-multiple-of-16-or-8).
 #
 # The last rows show the errors of the whole model, with the starred layers in fp32. The verdict
@@ -498,8 +498,7 @@ exercises.check_scale_of(factor_of)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# The largest magnitude may belong to a negative value. To handle zeros, torchao's FP8 training never
-# divides by less than 1e-12.
+# The largest magnitude may belong to a negative value. To handle zeros, never divide by less than 1e-12.
 #
 # </details>
 #
