@@ -41,7 +41,7 @@ figures.use_style()
 #
 # ## The idea in five lines
 #
-# By default PyTorch creates floating-point tensors in fp32, in which a number takes 32 bits. Inside a
+# By default `torch.ones` creates a tensor in fp32, in which a number takes 32 bits. Inside a
 # `torch.autocast` block, ops such as matrix multiplications use 16 bits instead. We multiply two matrices
 # outside and inside such a block.
 

@@ -311,7 +311,7 @@ _ = figures.time_and_memory(
 # The figure shows the time on the left and the memory on the right. The label above a bar gives its value
 # and, except for FP32, the speed-up or the share of FP32's memory. <!-- tests/plots/test_plots.py -->
 #
-# Except on Apple's MPS, autograd stores about half as many bytes with bf16 as with FP32, because nearly
+# On our two CPU cores, autograd stores about half as many bytes with bf16 as with FP32, because nearly
 # all saved tensors are activations in bf16. <!-- tests/notebooks/test_04_fp32_vs_amp.py -->
 #
 # The peak also includes the weights, their gradients and Adam's state. All of these [stay in
