@@ -88,8 +88,8 @@ assert "Attempting to unscale FP16 gradients." in message
 # zero. <!-- tests/notebooks/test_08c_scaler.py -->
 #
 # Two causes are easy to miss:
-# - Transformers 5 loads a checkpoint in the dtype in which it is
-#   stored. <!-- tests/notebooks/test_08c_scaler.py -->
+# - Transformers 5 loads a checkpoint in the dtype that its config
+#   names. <!-- tests/notebooks/test_08c_scaler.py -->
 # - In PEFT, a layer in `modules_to_save` is trained in the dtype of the base
 #   model. <!-- tests/notebooks/test_08c_scaler.py -->
 #

@@ -356,7 +356,7 @@ assert set(rows["model.to(bfloat16)"]) == {"bfloat16"}
 # [`fp16=True`](https://huggingface.co/docs/transformers/en/mixed_precision_training) use fp16 instead of bf16
 # and include a scaler.
 #
-# In version 5 of transformers, `from_pretrained` loads a model **in the dtype in which it was saved**. To
+# In version 5 of transformers, `from_pretrained` loads a model **in the dtype that its config names**. To
 # fine-tune with fp32 weights, pass `dtype=torch.float32`.
 # <!-- tests/notebooks/test_19_choose_your_precision.py -->
 #

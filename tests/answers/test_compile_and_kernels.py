@@ -260,6 +260,9 @@ def test_a_row_that_is_masked_everywhere_in_modules_and_flex_attention():
     assert attention(x, x, x, key_padding_mask=hidden)[0].isnan().all()
     without = attention(x, x, x, key_padding_mask=hidden, need_weights=False)[0]
     assert without.isfinite().all()
+    with torch.no_grad():
+        without = attention.eval()(x, x, x, key_padding_mask=hidden, need_weights=False)[0]
+    assert without.isnan().all()
 
     mask = create_block_mask(lambda b, h, i, j: (j <= i) & (i > 0), None, None, 16, 16, "cpu")
     q, _, v = heads(dtype=torch.float32)
