@@ -274,7 +274,7 @@ assert casts["ResNet-50", "mps"] > 2 * casts["ResNet-50", "cuda"]
 # %% [markdown]
 # ## The surprise in cross-entropy
 #
-# On CUDA's list, `log_softmax` and `nll_loss` run in fp32. By default, `F.cross_entropy` is
+# On CUDA's list, `log_softmax` and `nll_loss` run in fp32. By default, `F.cross_entropy` of class indices is
 # [`log_softmax` followed by
 # `nll_loss`](https://docs.pytorch.org/docs/stable/generated/torch.nn.CrossEntropyLoss.html). Yet the
 # figure shows `_log_softmax` in fp16. We trace `F.cross_entropy` on fp16 logits, first without and then

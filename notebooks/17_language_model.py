@@ -53,7 +53,7 @@ print("from the layer", query.dtype, " after the rotation", rotated.dtype)
 assert (query.dtype, rotated.dtype) == (torch.bfloat16, torch.float32)
 
 # %% [markdown]
-# The product of a bf16 tensor and this fp32 table is in fp32. Autocast casts it down only for the next matmul.
+# The product of a bf16 tensor and this fp32 table is in fp32. Autocast casts it down for the next matmul.
 # An fp32 tensor takes twice the memory of a bf16 tensor of the same shape.
 #
 # ## A small GPT
@@ -344,7 +344,7 @@ assert arrived[1e-4] < 0.2 < arrived[1e-3] < 0.8
 assert stayed[1e-3] > 0.5
 
 # %% [markdown]
-# Neighbouring bf16 numbers are 0.4 to 0.8 % apart, and each value is rounded to the nearest one. Here, if the
+# Neighbouring normal bf16 numbers are 0.4 to 0.8 % apart, and each value is rounded to the nearest one. Here, if the
 # update is a thousandth of the weight, most changes are too small to reach the next number. These values stay
 # the same, and a large part of the update is lost. So choose one of these:
 #
@@ -407,7 +407,7 @@ for name, limit in (("fp32", 1e-3), ("bf16", 0.5)):
 #
 # - with any batch size, use
 #   [batch-invariant](https://github.com/thinking-machines-lab/batch_invariant_ops) kernels;
-# - with the same batch on the same machine, use
+# - with the same batch, machine and PyTorch version, use
 #   [`torch.use_deterministic_algorithms`](https://docs.pytorch.org/docs/stable/notes/randomness.html).
 #
 # `amp-lab diff --batch-sizes` shows whether the results of two batch sizes differ by more than rounding.
@@ -427,7 +427,7 @@ for name, limit in (("fp32", 1e-3), ("bf16", 0.5)):
 #   fp32.
 # - Outside autocast, q, k and v need the same dtype. On CUDA, flash attention needs 16 bits.
 # - LoRA: keep the frozen base in bf16 and the adapters in fp32. If you merge, merge in fp32.
-# - At near ties, texts can diverge if the precision, the batch or the cache differs. Compare losses
+# - At near ties, texts can diverge if the precision or the shape of a matmul differs. Compare losses
 #   and the choice of each next token.
 #
 # A model that was trained in bf16 may overflow in fp16. [Notebook
@@ -447,7 +447,7 @@ exercises = checks_of("17_language_model")
 # ### 1. How large are the logits?
 #
 # How many GiB do logits in bf16 and their copy in fp32 take together, for 4 sequences of 4096 tokens
-# and the vocabulary of Qwen 3, 151,936?
+# and a vocabulary of 151,936 entries?
 
 # %%
 gibibytes = ...

@@ -194,7 +194,7 @@ assert refused
 #
 # ## What torch.compile changes
 #
-# `torch.compile` compiles a function at its first call, and again when a call does not fit the compiled
+# `torch.compile` compiles a function at its first call. It can compile again when a call does not fit the compiled
 # code. We count the compilations with a backend that only collects the graphs that it gets:
 
 
@@ -269,9 +269,9 @@ assert off["compiled"] <= off["eager"]
 #
 # ## Export
 #
-# `torch.export` writes a model as a graph that needs no Python, for
-# [AOTInductor](https://docs.pytorch.org/docs/stable/torch.compiler_aot_inductor.html) (a library for C++),
-# ONNX or mobile runtimes. Does the graph keep autocast? We export a layer inside an autocast block:
+# `torch.export` writes a model as a graph, from which
+# [AOTInductor](https://docs.pytorch.org/docs/stable/torch.compiler_aot_inductor.html) builds a library that can
+# run without Python. Does the graph keep autocast? We export a layer inside an autocast block:
 
 # %%
 layer, x = nn.Linear(256, 256), torch.randn(4, 256)
@@ -330,7 +330,7 @@ else:
 # ## Eight bits and fewer
 #
 # A kernel can read weights in eight bits and multiply them in bf16. This can speed up a language model
-# that writes one token at a time, because it [spends most of its
+# that writes a single text, because it [spends most of its
 # time](https://pytorch.org/blog/accelerating-generative-ai-2/) on reading weights. Here `quantize`
 # rounds the weights. The matmuls stay in fp32, so that we see only the effect of the rounded weights:
 
@@ -351,15 +351,15 @@ assert far["int8-rowwise"] < 2 * quality(outputs["bf16 cast once"])[0] < far["fp
 assert far["fp8-rowwise"] < far["nvfp4"]
 
 # %% [markdown]
-# Here INT8 with a scale for each row is about as accurate as bf16. FP8 has only three bits of mantissa and is
-# less accurate. NVFP4 has only four bits and is the least accurate.
+# Here INT8 with a scale for each row is about as accurate as bf16. FP8, here E4M3, has only three bits of mantissa
+# and is less accurate. NVFP4 has only four bits and is the least accurate.
 #
 # [torchao](https://github.com/pytorch/ao/tree/main/torchao/quantization) stores the weights of a model's
 # linear layers in fewer bits: <!-- tests/notebooks/test_18_inference_and_export.py -->
 #
 # - `quantize_(model, Int8WeightOnlyConfig())`, or `Float8WeightOnlyConfig()`, stores them in eight bits.
 # - `Float8DynamicActivationFloat8WeightConfig()` also casts the activations, for a matmul in FP8. It
-#   needs a GPU with FP8, and skips layers whose sizes are not multiples of 16.
+#   needs FP8 on an NVIDIA GPU, and skips layers whose sizes are not multiples of 16.
 #
 # [Notebook 15](15_below_16_bits.ipynb) explains the formats.
 #

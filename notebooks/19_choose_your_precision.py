@@ -114,7 +114,7 @@ print("T4, a model trained in bf16:", choose(turing, "infer", trained_in="bf16")
 # `choose` follows three rules:
 #
 # - **bf16** wherever bf16 is fast. It has nearly the range of fp32, so you can train without a scaler.
-# - **fp16** where only fp16 is fast: on V100, T4 and RTX 20. To train in fp16, use a scaler.
+# - **fp16** where only fp16 is fast, such as on V100, T4 and RTX 20. To train in fp16, use a scaler.
 # - **fp32** on GPUs without tensor cores or similar units, such as GTX 10 and GTX 16. Also use fp32, with
 #   TF32 off, where accuracy matters more than speed, for example in solvers.
 #
@@ -272,7 +272,7 @@ assert not in_fp16.isfinite().all()
 # - **Mixed** usually means autocast. The weights keep their dtype, which is fp32 unless you load them in 16 bits.
 # - **True** means that the weights are cast, for example to bf16. Then gradients and the state of torch's
 #   AdamW are in bf16 too.
-# - **bf16** alone has two meanings. In accelerate and transformers, without DeepSpeed, it means mixed. In
+# - **bf16** alone can mean either. In accelerate and transformers, without DeepSpeed, it means mixed. In
 #   [torchtune](https://docs.pytorch.org/torchtune/stable/tutorials/memory_optimizations.html) it means true.
 #
 # To see what a setting does, we look at the dtypes in a training step. We begin without a framework:
