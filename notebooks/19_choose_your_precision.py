@@ -68,10 +68,8 @@ assert report.values["bf16"].input_bits == 8
 # ## The decision
 #
 # The choice depends on the formats that a GPU multiplies *fast*, with tensor cores or similar units. `GPUS`
-# lists these formats for each GPU that `amp-lab advise --for` knows
-# ([NVIDIA](https://nvidia.github.io/TransformerEngine/support_matrix.html),
-# [AMD](https://rocm.docs.amd.com/en/latest/reference/precision-support.html)). If your GPU is not in the
-# list, look for the same architecture.
+# lists these formats for each GPU that `amp-lab advise --for` knows, and [names its
+# sources](../src/amp_lab/core/gpus.py). If your GPU is not in the list, look for the same architecture.
 #
 # We print the list, write a function `choose` that returns a precision, and call it for each architecture:
 
@@ -147,7 +145,7 @@ print("T4, a model trained in bf16:", choose(turing, "infer", trained_in="bf16")
 #   <!-- tests/notebooks/test_19_choose_your_precision.py -->
 # - **Apple M1 to M4.** Use fp32. [An M1
 #   Pro](https://github.com/zzc0721/torch-performance-test-data/issues/191) and [an M4
-#   Max](https://github.com/zzc0721/torch-performance-test-data/issues/65) are hardly faster in 16 bits. On
+#   Max](https://github.com/zzc0721/torch-performance-test-data/issues/65) are hardly faster in fp16. On
 #   `mps`, bf16 [needs macOS 14](https://github.com/pytorch/pytorch/issues/139386).
 # - **CPUs.** On [one of our CPUs](../data/results/README.md), fp16 was nearly as fast as fp32. On another, it
 #   was 60 times slower. Use fp16 only if `amp-lab doctor` shows that it is fast.
