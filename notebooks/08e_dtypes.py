@@ -154,8 +154,7 @@ for dtype in HALF:
 # **The fix.** Move the line that fails into the autocast block. Or convert the tensors that leave the block
 # to fp32 with `.float()`.
 #
-# **Not this.** Do not call `model.half()` to make the dtypes match. Weights in fp16 lose small updates, and
-# `GradScaler` raises an error for [gradients in fp16](08c_scaler.ipynb#The-parameters-are-fp16).
+# **Not this.** Do not call `model.half()` to make the dtypes match. Weights in fp16 lose small updates.
 
 # %%
 with torch.autocast("cpu", dtype=torch.float16):
