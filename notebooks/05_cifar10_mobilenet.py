@@ -198,9 +198,8 @@ def train(precision, seed):
 
 
 # %% [markdown]
-# We compare FP32 with the precisions that this device accelerates, or with bf16 if it accelerates none.
-# On a CPU we leave out fp16, because it is slow on [CPUs that emulate it](../docs/hardware.md). Each
-# precision trains with three seeds.
+# On a GPU, we compare FP32 with the precisions that it accelerates. On a CPU, we leave out fp16, because it
+# is slow on [CPUs that emulate it](../docs/hardware.md). Each precision trains with three seeds.
 #
 # Before you run this: do two precisions differ more than two seeds do, or less?
 
@@ -227,9 +226,9 @@ assert all((loss[:, -1] < 0.5 * loss[:, 0]).all() for loss in losses.values())  
 # far the accuracy would typically change with other test images. For an accuracy $p$ on $n$ images it
 # is about $\sqrt{p (1 - p) / n}$.
 #
-# Our rough yardstick is the spread of the seeds plus two standard errors. A difference between precisions
-# counts if it is larger than this sum. We compute the differences and both terms of the sum, in percentage
-# points:
+# The *spread of the seeds* is the largest difference between two seeds of one precision. Our rough
+# yardstick is this spread plus two standard errors: a difference between precisions counts only if it is
+# larger. We compute all of them, in percentage points:
 
 # %% tags=["nbval-ignore-output"]
 final = {precision: accuracy[:, -1] for precision, accuracy in accuracies.items()}  # (seeds,) each
@@ -245,11 +244,12 @@ print(f"seeds differ by up to {100 * spread:.1f} points, standard error {100 * e
 
 # %% [markdown]
 # The last line gives the yardstick: its first number plus twice its second number. The precisions differ
-# by less, so the difference does not count, even if one mean is lower.
+# by less, so the difference does not count, even if one mean is lower. With so few seeds and images, we
+# would not notice a real difference of a few points either.
 #
 # ## Find the slow layers
 #
-# On a CPU, AMP can make MobileNetV2 *slower*. To find out why, we time its layers by kind. After its
+# On a CPU, AMP can make MobileNetV2 *slower*. To find the slow layers, we time them by kind. After its
 # first convolution, MobileNetV2 has two kinds of convolution:
 #
 # - A *pointwise* convolution has 1x1 kernels and is a matmul over the channels.
@@ -295,8 +295,8 @@ assert list(kind_times) == list(KINDS)
 # Each kind of layer has two bars: FP32 on the left, and autocast, hatched, on the right. The number
 # above a hatched bar is the speed-up of autocast, so a number below 1x means that autocast is slower.
 #
-# On the CPU of this run, autocast makes both kinds of depthwise layers slower. The four layers with
-# stride 2 lose more time than all other layers gain.
+# On the CPU of this run, autocast makes the depthwise layers slower. The four with stride 2 alone lose
+# more time than all other layers gain.
 #
 # ## Resume: to the last bit
 #

@@ -140,9 +140,8 @@ assert len(changed) == 3 * 53  # mean, variance and a counter, in each of 53 bat
 # ## Train in each precision
 #
 # One function serves every precision. The marked lines are AMP, and `enabled=` switches autocast off for
-# FP32. We convert the logits to fp32, because [on
-# CUDA](09_xray_your_model.ipynb#The-surprise-in-cross-entropy) `cross_entropy` would otherwise round its
-# log-softmax to 16 bits.
+# FP32. We convert the logits to fp32 before the loss, for a reason that [notebook
+# 09](09_xray_your_model.ipynb#The-surprise-in-cross-entropy) explains.
 
 
 # %%
@@ -348,7 +347,7 @@ _ = figures.memory_by_dtype(
 #
 # AMP does not make these tensors smaller:
 #
-# - images, weights and optimizer state, all in fp32 (AMP adds a bf16 copy of the images);
+# - images, weights and optimizer state, all in fp32;
 # - weight gradients, also in fp32;
 # - the positions of the maxima in max pooling, which are int64 in both bars.
 #
@@ -472,7 +471,7 @@ exercises.check_head_mode(head_mode)
 # ### 4. What AMP halves
 #
 # We train all layers, and the forward pass runs under autocast. Which of these take half as many bytes as
-# in FP32: `"images"`, `"activations"`, `"weights"`, `"gradients"`, `"optimizer state"`?
+# in FP32: `"images"`, `"activations"`, `"weights"`, `"gradients"` (of the weights), `"optimizer state"`?
 
 # %%
 halved = ...  # a set of names

@@ -159,7 +159,7 @@ assert finder.report.module == "0"
 # without overflow`. In other cases there is no message, but attention is NaN.
 #
 # **The smallest program that does it.** We mask attention scores with -1e9, once by filling and once by
-# adding. Even `torch.finfo(torch.float32).min` is outside the range of bf16.
+# adding. In bf16, even `torch.finfo(torch.float32).min` is too large: the range of bf16 ends slightly earlier.
 
 # %%
 with torch.autocast("cpu", dtype=torch.float16):
@@ -231,7 +231,7 @@ assert attend(v, hidden)[0].isnan().all()
 # **Why.** All scores of the row are -inf, so their softmax is 0/0, which is NaN.
 #
 # **The fix.** Use `F.scaled_dot_product_attention`, which returns 0 for such a row since torch 2.5. In
-# attention that you write yourself, unmask every fully masked row, and exclude this row from the loss.
+# attention that you write yourself, unmask each fully masked row, and exclude these rows from the loss.
 
 # %%
 ones = torch.ones(1, 2, 2)
@@ -244,9 +244,9 @@ assert attend(v, hidden & ~nowhere).tolist() == [[1, 1], [1, 1]]
 # 133882](https://github.com/pytorch/pytorch/pull/133882). Some modules can still return NaN:
 # <!-- tests/notebooks/test_08a_values.py -->
 #
-# - `nn.MultiheadAttention`, unless you pass `need_weights=False`;
-# - `nn.MultiheadAttention` and `nn.TransformerEncoderLayer` in evaluation without gradients, unless you also
-#   call `torch.backends.mha.set_fastpath_enabled(False)`.
+# - `nn.MultiheadAttention`: pass `need_weights=False`;
+# - `nn.MultiheadAttention` and `nn.TransformerEncoderLayer` in evaluation without gradients: call
+#   `torch.backends.mha.set_fastpath_enabled(False)`.
 #
 # **Not this.** Do not apply `nan_to_num` to the output of attention: the output is then finite, but the
 # gradients are still NaN.
@@ -355,8 +355,8 @@ assert torch.tensor(1e-8).half() == 0
 #
 # `F.normalize`, with its epsilon of 1e-12, fails in the same way on the CPU.
 #
-# **The fix.** Compute the division in fp32, on `h.float()`, with an epsilon of 1e-3 or more if you
-# train. <!-- tests/remedies/test_nonfinite_remedies.py -->
+# **The fix.** Compute the division in fp32, on `h.float()`. If you train, use a larger epsilon, such as
+# 1e-3: for a row of zeros, the gradients are divided by epsilon. <!-- tests/remedies/test_nonfinite_remedies.py -->
 
 # %%
 assert F.normalize(h.half())[1].isnan().all()
@@ -451,7 +451,7 @@ assert rms_norm(h).count_nonzero() == 0
 assert weight.grad.count_nonzero() == 0
 
 # %% [markdown]
-# **Why.** The square of a number above 256 is infinite in fp16, and a finite number divided by infinity is 0.
+# **Why.** The square of 256 is 65536, which is infinite in fp16, and a finite number divided by infinity is 0.
 # Autocast leaves the multiplication `h * h` in fp16, so the square overflows long before `h` does.
 #
 # In fp16, the sum over an image in a Dice or IoU loss can overflow too: the sum of 512 x 512 ones is 262,144.
@@ -468,8 +468,8 @@ pixels = torch.ones(512, 512).half().sum()
 assert (2 * pixels / (pixels + pixels)).isnan()  # a Dice score
 
 # %% [markdown]
-# **Notice it earlier.** If all gradients of a layer are zero, wrap the step in `find_nonfinite`, which also reports
-# a division by infinity. <!-- tests/numerics/test_nonfinite.py -->
+# **Notice it earlier.** If all gradients of a layer are zero, wrap the step in `find_nonfinite`. It reports
+# the division by infinity, although its result is finite. <!-- tests/numerics/test_nonfinite.py -->
 
 # %% [markdown]
 # ## Training is fine but evaluation is NaN

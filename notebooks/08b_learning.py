@@ -178,8 +178,8 @@ torch.testing.assert_close(kept, exact, rtol=2e-3, atol=0)  # 11 bits
 assert torch.tensor(1e-4 / 16384).bfloat16() > 0
 
 # %% [markdown]
-# **Notice it earlier.** `gradient_underflow` counts the gradients that fp16 would round to zero, here all
-# gradients of the outputs:
+# **Notice it earlier.** `gradient_underflow` gives the share of the gradients that fp16 would round to zero,
+# here all gradients of the outputs:
 
 # %%
 model, _ = make(nn.Linear(4, 64))
@@ -396,7 +396,7 @@ assert str(broken) == "[nan, -inf]"
 
 # %% [markdown]
 # **Why.** Adam keeps its moments in the dtype of the weights. In fp16 the square of a small gradient and
-# the epsilon of 1e-8 are both 0, so Adam divides by zero, unless it is fused. A gradient of 0 then gives
+# the epsilon of 1e-8 are both 0, so an Adam that is not fused divides by zero. A gradient of 0 then gives
 # NaN. <!-- tests/notebooks/test_08a_values.py -->
 #
 # **The fix.** Call `model.float()` instead of `model.half()` before you create the optimizer, and let autocast
@@ -462,9 +462,9 @@ assert torch.tensor([998, 999]).to(torch.bfloat16).tolist() == [1000, 1000]
 # The cast can come from autocast, from the code itself (`dtype=x.dtype`), or from `model.bfloat16()`, which also
 # casts a buffer of frequencies (`inv_freq`).
 #
-# **The fix.** Compute positions, indices, counters and the angles of RoPE in fp32: inside
-# `torch.autocast(device_type, enabled=False)`, with `.float()` on the inputs. Cast the sines and cosines
-# afterwards, not the positions.
+# **The fix.** Create positions, indices, counters and frequencies in fp32, and compute the angles of RoPE
+# inside `torch.autocast(device_type, enabled=False)`. Cast the sines and cosines afterwards, not the
+# positions.
 
 # %%
 with torch.autocast("cpu", dtype=torch.bfloat16), torch.autocast("cpu", enabled=False):
@@ -494,7 +494,8 @@ assert rates.bfloat16().float().inv_freq != torch.tensor([1 / 3])
 # words = "running_loss total_loss tr_loss logging metric accumulate average epoch += sum XLA_USE_BF16 lightning on_epoch self.log"
 # -->
 #
-# **What you see.** The logged loss stands still or falls to 0, although the model trains well.
+# **What you see.** The logged loss, an average that the loop computes, stands still or falls to 0, although the
+# model trains well.
 #
 # **The smallest program that does it.** We add up a thousand losses of 2.5.
 

@@ -261,8 +261,8 @@ with torch.autocast("cpu", dtype=torch.bfloat16):
 # **What you see.** A run was fine when you saved its checkpoint. After you load the checkpoint, the loss is
 # higher or NaN, the first steps are skipped, or the run deviates from an uninterrupted run.
 #
-# **The smallest program that does it.** A weight is near its optimum, so the signs of its gradients
-# alternate. We resume once with the saved Adam state and once with a new Adam.
+# **The smallest program that does it.** We train with gradients of 1 and -1. Then comes a small gradient
+# of 0.01. We take this step with the saved Adam state and with a new Adam, and print its size.
 
 
 # %%
@@ -286,10 +286,10 @@ assert with_new > 10 * with_saved
 
 # %% [markdown]
 # **Why.** A part of the run's state is missing from the checkpoint, such as the state of the optimizer or
-# the scaler. Or a part was saved in 16 bits. A new Adam moves nearly every weight by the full learning rate in
+# the scaler. Or a part was damaged before it was saved. A new Adam moves nearly every weight by the full learning rate in
 # its first step. A new `GradScaler` starts at 65536, so the first steps may overflow and be skipped.
 #
-# Examples: <!-- tests/notebooks/test_08d_loop_and_resume.py -->
+# Examples of damage: <!-- tests/notebooks/test_08d_loop_and_resume.py -->
 # - The weights were saved with `.half()`. A running variance of 100,000 became infinite.
 # - The *optimizer's* state was saved in 16 bits. Adam's `step` is a tensor too: in bf16, 301 is rounded to
 #   300. Before you load such a file, set `step` to the true number in fp32.
@@ -373,10 +373,11 @@ assert adam.state[model.weight]["exp_avg"].dtype is torch.bfloat16
 
 # %% [markdown]
 # **Not this.** Do not load fp32 state into the optimizer of an fp16 model. `load_state_dict` casts the
-# moments to the dtype of the weights: small second moments become 0, and Adam divides by 0, unless it is
-# fused. <!-- tests/notebooks/test_08d_loop_and_resume.py -->
+# moments to the dtype of the weights. In fp16, small second moments and the epsilon of 1e-8 are 0, so an
+# Adam that is not fused divides by 0. Keep the weights in fp32, and use autocast.
+# <!-- tests/notebooks/test_08d_loop_and_resume.py -->
 #
-# For a gradient of 1e-5, the second moment is 1e-13. We load it into the optimizer of an fp16 model:
+# We load a second moment of 1e-13 into the optimizer of an fp16 model:
 
 # %%
 weight = nn.Parameter(torch.ones(1))

@@ -315,14 +315,13 @@ assert square == 1
 # The second moment does not shrink, so Adam's steps after a large gradient stay too small.
 #
 # With a scale for each block of values, even eight bits can be enough. The scale is in fp32, so it can
-# shrink by 0.1 %, and all values of the block shrink with it.
+# shrink by 0.1 %. If the gradients of a whole block are 0, all its values shrink with the scale.
 #
 # We use blocks of 256 values (128 in four bits), as [torchao
 # does](https://github.com/pytorch/ao/blob/main/torchao/optim/adam.py). We compare two kinds of formats:
 #
 # - *INT8*: evenly spaced numbers from -127 to 127;
-# - *no zero*: evenly spaced numbers that begin above zero. We use them only for the squares. The mean
-#   is stored in INT8, or in E2M1 if the squares have four bits.
+# - *no zero*: evenly spaced numbers that begin above zero, only for the squares.
 
 
 # %%
