@@ -263,7 +263,7 @@ assert failure.code == "AMP0018"
 # | [xFormers has no attention kernel for these inputs](08f_ops_and_devices.ipynb#Attention-finds-no-kernel) `AMP0072` | `` No operator found for `memory_efficient_attention_forward` `` |
 # | [transformers casts hidden states back for flash attention](08f_ops_and_devices.ipynb#Flash-attention-refuses-fp32) `AMP0073` | `` The input hidden states seems to be silently casted in float32 `` |
 # | [transformers warns about the dtype when it loads a model with flash attention](08f_ops_and_devices.ipynb#Flash-attention-refuses-fp32) `AMP0169` | `` You are attempting to use Flash Attention … without specifying a `` |
-# | [Flash attention needs Ampere or newer](08f_ops_and_devices.ipynb#Attention-finds-no-kernel) `AMP0161` | `` FlashAttention only supports Ampere GPUs or newer `` |
+# | [FlashAttention 2 needs Ampere or newer](08f_ops_and_devices.ipynb#Attention-finds-no-kernel) `AMP0161` | `` FlashAttention only supports Ampere GPUs or newer `` |
 # | [The GPU has no FP8 matmul](15_below_16_bits.ipynb#Which-GPU-supports-which-format-(optional)) `AMP0163` | `` Rowwise scaling is not currently supported on your device `` |
 # | [An FP8 tensor has almost no arithmetic](15_below_16_bits.ipynb#Formats-of-a-single-value) `AMP0164` | `` "…" not implemented for 'Float8_…' `` |
 # | [torch or a package was not built for this GPU](19_choose_your_precision.ipynb#Known-problems-of-each-device) `AMP0165` | `` no kernel image is available for execution on the device `` |
