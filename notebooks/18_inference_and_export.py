@@ -66,8 +66,8 @@ print(f"{changed} of {len(tests)} decisions changed")
 assert changed < 0.02 * len(tests)
 
 # %% [markdown]
-# Hardly any decision changes. So to judge a precision for inference, count the decisions that change, or
-# other results that your users see. Do not count the correct decimal places of the logits.
+# Hardly any decision changes. To judge a precision for inference, compare the results that your users see,
+# here the decisions. Do not count the correct decimal places of the logits.
 #
 # ## Ways to run it
 #
@@ -78,8 +78,7 @@ assert changed < 0.02 * len(tests)
 #   yourself. Use it for a model that only runs inference.
 # - **Compile** the model in either case, to fuse the small ops between the matmuls.
 #
-# We compare six ways. For each way we print how far the outputs are from those in fp32, and how many
-# decisions change:
+# We write functions for the first two ways, and one that compares outputs with those in fp32:
 
 
 # %%
@@ -99,7 +98,7 @@ def quality(logits):
 
 
 # %% [markdown]
-# The cell prints the relative error of the outputs (*off*):
+# For each way, the next cell prints the relative error of the outputs (*off*), and how many decisions change:
 
 # %% tags=["nbval-ignore-output"]
 compiled = {"fp32 compiled": torch.compile(model), "bf16 compiled": torch.compile(cast_once)}
@@ -116,8 +115,8 @@ for name, run in {**WAYS, "fp16 cast once": lambda x: half(x.half())}.items():
 assert quality(outputs["fp16 cast once"])[0] < quality(outputs["bf16 cast once"])[0]
 
 # %% [markdown]
-# All outputs are within two percent of those in fp32. fp16 is closer than bf16, because it has three more
-# bits of mantissa. The values of a model that was trained in bf16 may not fit into the range of fp16
+# The relative error is below two percent for each way. fp16 is more accurate than bf16, because it has three
+# more bits of mantissa. The values of a model that was trained in bf16 may not fit into the range of fp16
 # ([notebook 19](19_choose_your_precision.ipynb#Trained-in-bf16,-on-a-GPU-without-it)).
 #
 # How long does each way except fp16 take, for one image and for 256 images?
@@ -139,9 +138,9 @@ for batch in (1, 256):
 #
 # ## Which decisions change?
 #
-# The *gap* is the difference between the logits of the two best classes. The second class can overtake
-# the first only if bf16 changes the gap by at least the size of the gap. For each image we draw the
-# gap in fp32, and how much bf16 changes it:
+# The *gap* is the difference in fp32 between the logits of the two best classes. bf16 changes this difference.
+# The second class can overtake the first only if the change is at least as large as the gap. For each
+# image we draw the gap and the change:
 
 # %% tags=["nbval-ignore-output"]
 best = in_fp32.topk(2, dim=1)
@@ -161,10 +160,9 @@ for name in ("bf16 autocast", "bf16 cast once"):
     assert (moved(name)[flipped & to_second] >= gap[flipped & to_second] * 0.99).all()
 
 # %% [markdown]
-# Each point is a test image, run under autocast or with weights cast once. On the dashed line, the
-# change is as large as the gap. Only images on or above this line can change their decision (unless a
-# third class overtakes both). Here such images have a small gap, so the model is uncertain about them in
-# fp32 too.
+# Each test image has two points, one for autocast and one for weights cast once. On the dashed line, the
+# change is as large as the gap. The decision can change only on or above this line (unless a third class
+# overtakes both). Here such images have a small gap, so the model is uncertain about them in fp32 too.
 #
 # Draw this figure for your model and a few hundred real inputs. If all points stay well below the line,
 # the precision is accurate enough for these decisions.
@@ -184,8 +182,8 @@ print(refused[:100])
 assert refused
 
 # %% [markdown]
-# **Outputs**: cast them to fp32 with `.float()` before you compare, sort or add them. If you search for the
-# most similar features in bf16, for example, many of the similarities near 1 are equal.
+# **Outputs**: cast them to fp32 with `.float()` before you compare, sort or add them. For example, many
+# similarities near 1 are equal in bf16, so a search by similarity cannot rank them.
 # <!-- tests/notebooks/test_18_inference_and_export.py -->
 #
 # **Weights**: if you change them for inference, change them in fp32 and cast afterwards. An example is
@@ -231,16 +229,15 @@ assert list(compilations.values()) == [1, 2, 2, 3, 4, 5]
 # and gradients each cause another compilation. To avoid compilations while you serve requests:
 #
 # - Always use the same gradient mode and autocast state.
-# - Pad a single request to a batch of two.
-# - Make one call before the first request.
-# - Mark a size as changing with `torch._dynamo.mark_dynamic`, which saves the second compilation.
+# - Before the first request, make one call with each batch size that you will serve. To serve only a few sizes,
+#   pad smaller batches.
 #
 # `torch.compiler.set_stance("fail_on_recompile")` turns another compilation into an error.
 # <!-- tests/notebooks/test_18_inference_and_export.py -->
 #
-# **The results can differ a little** from the results in eager mode. In eager mode, bf16 is rounded
-# after every op. A compiled kernel rounds mostly when it writes to memory, so its results are often
-# *nearer* to the exact results:
+# **The results of compiled code differ a little** from those in eager mode. In eager mode, each op rounds its
+# result to bf16. A compiled kernel rounds mostly when it writes to memory, so its results are often
+# more accurate:
 
 
 # %%
@@ -269,9 +266,9 @@ assert off["compiled"] <= off["eager"]
 #
 # ## Export
 #
-# `torch.export` writes a model as a graph, from which
-# [AOTInductor](https://docs.pytorch.org/docs/stable/torch.compiler_aot_inductor.html) builds a library that can
-# run without Python. Does the graph keep autocast? We export a layer inside an autocast block:
+# `torch.export` writes a model as a graph. From this graph,
+# [AOTInductor](https://docs.pytorch.org/docs/stable/torch.compiler_aot_inductor.html) can build a library that
+# runs without Python. Does the graph keep autocast? We export a layer inside an autocast block:
 
 # %%
 layer, x = nn.Linear(256, 256), torch.randn(4, 256)
@@ -281,12 +278,12 @@ print("exported inside autocast, it returns", program.module()(x).dtype)
 assert program.module()(x).dtype is torch.float32
 
 # %% [markdown]
-# The graph does not keep autocast: you expect a bf16 program, but it computes in fp32. If `forward` itself
-# contains the autocast block, the graph keeps it for the device type that it names. The weights in the file
-# are still fp32. <!-- tests/notebooks/test_18_inference_and_export.py -->
+# The program computes in fp32: the graph does not keep an autocast block around the export. The graph does keep
+# a block inside `forward`, but the weights in the file are still fp32.
+# <!-- tests/notebooks/test_18_inference_and_export.py -->
 #
-# So **cast first**: the graph then has bf16 weights and ops. We save the program and load it again. (If you
-# export with one image, the program accepts only a batch of 1.)
+# So **cast first**: the graph then has bf16 weights and ops. We export with two images, because a program
+# exported with one image accepts only a batch of 1. Then we save the program and load it again:
 # <!-- tests/notebooks/test_18_inference_and_export.py -->
 
 # %% tags=["nbval-ignore-output"]
@@ -303,9 +300,10 @@ with torch.inference_mode():
 print(f"{len(file.getvalue()) / 1024:.0f} KiB, and the same outputs for {len(from_file)} images")
 
 # %% [markdown]
-# The outputs are the same, bit for bit. For other engines, export **ONNX**. For ONNX Runtime on a CPU, do not
-# export in bf16. <!-- tests/train/test_export.py --> We export in fp16, and compare the decisions of the ONNX
-# file with those of torch in fp32:
+# The outputs are the same, bit for bit.
+#
+# For other engines, export **ONNX**. On a CPU, ONNX Runtime refuses convolutions in bf16, so we export in
+# fp16. <!-- tests/train/test_export.py --> We compare the decisions of the ONNX file with those of torch in fp32:
 
 # %% tags=["nbval-ignore-output"]
 try:
@@ -330,7 +328,7 @@ else:
 # ## Eight bits and fewer
 #
 # A kernel can read weights in eight bits and multiply them in bf16. This can speed up a language model
-# that writes a single text, because it [spends most of its
+# that generates a single text, because it [spends most of its
 # time](https://pytorch.org/blog/accelerating-generative-ai-2/) on reading weights. Here `quantize`
 # rounds the weights. The matmuls stay in fp32, so that we see only the effect of the rounded weights:
 
@@ -351,8 +349,8 @@ assert far["int8-rowwise"] < 2 * quality(outputs["bf16 cast once"])[0] < far["fp
 assert far["fp8-rowwise"] < far["nvfp4"]
 
 # %% [markdown]
-# Here INT8 with a scale for each row is about as accurate as bf16. FP8, here E4M3, has only three bits of mantissa
-# and is less accurate. NVFP4 has only four bits and is the least accurate.
+# Here INT8 with a scale for each row is about as accurate as bf16. FP8 (E4M3) has three bits of mantissa and is
+# less accurate. NVFP4 has one bit of mantissa and is the least accurate.
 #
 # [torchao](https://github.com/pytorch/ao/tree/main/torchao/quantization) stores the weights of a model's
 # linear layers in fewer bits: <!-- tests/notebooks/test_18_inference_and_export.py -->

@@ -113,7 +113,7 @@ print("T4, a model trained in bf16:", choose(turing, "infer", trained_in="bf16")
 #
 # - **bf16** wherever bf16 is fast. It has nearly the range of fp32, so you can train without a scaler.
 # - **fp16** where only fp16 is fast, such as on V100, T4 and RTX 20. To train in fp16, use a scaler.
-# - **fp32** on GPUs without tensor cores or similar units, such as GTX 10 and GTX 16. Also use fp32, with
+# - **fp32** where neither is fast, such as on GTX 10, GTX 16 and Apple M1 to M4. Also use fp32, with
 #   TF32 off, where accuracy matters more than speed, for example in solvers.
 #
 # For training, use autocast and keep the weights in fp32. For inference, cast the weights once, which halves
@@ -134,12 +134,13 @@ print("T4, a model trained in bf16:", choose(turing, "infer", trained_in="bf16")
 #
 # - **GTX 16.** fp16 gives NaN in some models ([report](https://github.com/pytorch/pytorch/issues/58123), [another
 #   report](https://github.com/pytorch/pytorch/issues/77955)). Use fp32.
-# - **V100 and GTX 10.** Install PyTorch 2.14 for CUDA 12.6. [PyTorch 2.15 is not
+# - **V100, P100 and GTX 10.** Install PyTorch 2.14 for CUDA 12.6. [PyTorch 2.15 is not
 #   built](https://github.com/pytorch/pytorch/issues/190385) for these GPUs.
 # - **V100, T4 and RTX 20.** These GPUs [emulate bf16 and have no TF32](../docs/hardware.md#t4-v100-and-rtx-20). Use
 #   fp16.
-# - **MI210 and MI250.** Use bf16. Their fp16 matmuls replace subnormals by 0, so PyTorch [casts fp16
-#   inputs of backward matmuls to bf16](https://docs.pytorch.org/docs/stable/notes/numerical_accuracy.html).
+# - **MI210 and MI250.** Use bf16. Their fp16 matmuls replace subnormals by 0, which would lose small gradients.
+#   To keep them, PyTorch [casts fp16 inputs of backward matmuls to
+#   bf16](https://docs.pytorch.org/docs/stable/notes/numerical_accuracy.html).
 # - **Arc A.** Use bf16. Training in fp16 with a `GradScaler` needs float64, which Arc A [does not
 #   have](https://github.com/pytorch/pytorch/issues/147731).
 #   <!-- tests/notebooks/test_19_choose_your_precision.py -->
@@ -147,7 +148,8 @@ print("T4, a model trained in bf16:", choose(turing, "infer", trained_in="bf16")
 #   Pro](https://github.com/zzc0721/torch-performance-test-data/issues/191) and [an M4
 #   Max](https://github.com/zzc0721/torch-performance-test-data/issues/65) are hardly faster in fp16. On
 #   `mps`, bf16 [needs macOS 14](https://github.com/pytorch/pytorch/issues/139386).
-# - **CPUs.** On [one of our CPUs](../data/results/README.md), fp16 was nearly as fast as fp32. On another, it
+# - **CPUs.** Even with AMX, bf16 [can be slower than fp32](../docs/hardware.md#is-bf16-faster-on-this-cpu) for
+#   small layers. On [one of our CPUs](../data/results/README.md), fp16 was nearly as fast as fp32. On another, it
 #   was 60 times slower. Use fp16 only if `amp-lab doctor` shows that it is fast.
 #
 # ## What fp32 means
@@ -184,9 +186,8 @@ for name in ("highest", "high", "medium"):
 torch.set_float32_matmul_precision(before)
 
 # %% [markdown]
-# `torch.set_float32_matmul_precision` is for matmuls of [fp32
-# tensors](https://docs.pytorch.org/docs/stable/generated/torch.set_float32_matmul_precision.html). It does not
-# change convolutions. If you train in fp32 on an RTX 30, an A100 or a later NVIDIA GPU, usually choose `"high"`.
+# [`torch.set_float32_matmul_precision`](https://docs.pytorch.org/docs/stable/generated/torch.set_float32_matmul_precision.html)
+# does not change convolutions. If you train in fp32 on an RTX 30, an A100 or a later NVIDIA GPU, usually choose `"high"`.
 #
 # For work that needs every digit, turn TF32 off for matmuls and convolutions:
 
@@ -202,10 +203,10 @@ torch.backends.cudnn.allow_tf32 = kept  # for the next cells; leave this line ou
 # ### Old names and new ones
 #
 # Each of these settings also has a new form, such as `torch.backends.cuda.matmul.fp32_precision`. Do not mix
-# old and new. If you give only the new setting another value, the two contradict each other, and PyTorch
-# raises an error when something reads the old setting, as
-# [Lightning](https://github.com/Lightning-AI/pytorch-lightning/issues/21256) does. Here we cause the error
-# with `torch.get_float32_matmul_precision`, which reads the old setting for matmuls:
+# old and new. If you change only the new setting, it contradicts the old one. PyTorch then raises an error
+# as soon as some code reads the old setting.
+# [Lightning](https://github.com/Lightning-AI/pytorch-lightning/issues/21256), for example, reads it. Here we
+# read it with `torch.get_float32_matmul_precision`:
 
 # %%
 matmul = torch.backends.cuda.matmul
@@ -253,8 +254,8 @@ assert not in_fp16.isfinite().all()
 # In fp16, hidden values such as 2.69e+05 become infinite, and the outputs are not finite either.
 #
 # **Look before you cast**: call `largest_values` on some of your inputs, in fp32 or bf16. A CPU is enough.
-# Each value should be at most half of 65504, because other inputs may give larger values. `amp-lab export
-# --dtype fp16` refuses a model whose outputs are NaN or infinite. <!-- tests/train/test_export.py -->
+# Each value should be at most 32752, half of fp16's largest number, because other inputs may give larger
+# values. `amp-lab export --dtype fp16` refuses a model whose outputs are NaN or infinite. <!-- tests/train/test_export.py -->
 #
 # If a value is larger, run the model in fp32, or use one of two remedies:
 #
@@ -328,7 +329,7 @@ assert set(rows["model.to(bfloat16)"]) == {"bfloat16"}
 # Under autocast, fp32 weights, their gradients and the optimizer state stay in fp32. A model that is cast has
 # no fp32 weights, so rounding can remove small updates ([notebook 16](16_low_precision_state.ipynb)).
 #
-# Our tests find the dtypes of other frameworks in the same way, on a CPU. *State* is the state of the
+# We found the dtypes of other frameworks in the same way, on a CPU. *State* is the state of the
 # optimizer, and *Fabric* is Lightning without its Trainer:
 # <!-- tests/notebooks/test_19_choose_your_precision.py -->
 #
@@ -346,8 +347,8 @@ assert set(rows["model.to(bfloat16)"]) == {"bfloat16"}
 # | Keras `mixed_bfloat16` | fp32 | bf16 | fp32 | fp32 | bf16 |
 # | Keras `bfloat16` | bf16 | bf16 | bf16 | bf16 | bf16 |
 #
-# In mixed precision, accelerate and Fabric wrap the model. The wrapper runs it under autocast, and then casts
-# its outputs to fp32. Lightning's Trainer calls the model itself, so the outputs stay in bf16.
+# accelerate and Fabric wrap the model. The wrapper casts the outputs to fp32, in Fabric also with `bf16-true`.
+# Lightning's Trainer calls the model itself, so the outputs stay in bf16.
 #
 # On a GPU, according to their documentation, the settings
 # [`16-mixed`](https://lightning.ai/docs/fabric/latest/fundamentals/precision.html) and

@@ -110,17 +110,17 @@ def test_a_batch_norm_is_folded_in_fp32_before_the_cast():
     assert (late - exact).norm() < (early - exact).norm()
 
 
-def test_a_size_that_is_marked_is_compiled_once_and_another_state_can_be_refused():
-    compiled = torch.compile(nn.Linear(8, 8), backend="eager")
-    first = torch.zeros(4, 8)
-    torch._dynamo.mark_dynamic(first, 0)
+def test_sizes_that_were_called_are_not_compiled_again_and_another_state_can_be_refused():
+    compiled = torch.compile(nn.Conv2d(1, 4, 3), backend="eager")
+    sizes = (4, 5, 1, 300)  # a convolution on a CPU is compiled again for large batches
     with torch.no_grad():
-        compiled(first)
+        for size in sizes:
+            compiled(torch.zeros(size, 1, 8, 8))
         with torch.compiler.set_stance("fail_on_recompile"):
-            for batch in (5, 6, 7):
-                compiled(torch.zeros(batch, 8))
+            for size in reversed(sizes):
+                compiled(torch.zeros(size, 1, 8, 8))
             with torch.autocast("cpu", dtype=BF16), pytest.raises(RuntimeError, match="recompile"):
-                compiled(torch.zeros(5, 8))
+                compiled(torch.zeros(5, 1, 8, 8))
 
 
 def test_an_exported_program_takes_any_batch():
