@@ -144,7 +144,7 @@ def train_amp(model, optimizer, batches, dtype, scaler):
 #   them. `update` adjusts the loss scale for the next step. For bf16 we create [the
 #   scaler](03_grad_scaler_step_by_step.ipynb) with `enabled=False`, so it scales nothing.
 #
-# There are [two 16-bit formats](01_number_formats.ipynb#Range). **bf16** has about the range of fp32 and
+# Autocast uses [two 16-bit formats](01_number_formats.ipynb#Range). **bf16** has about the range of fp32 and
 # usually needs no scaler. **fp16** is more precise, but its largest number is 65504. As a rule of thumb,
 # use bf16 on hardware that is fast in bf16, and fp16 on [a T4, V100 or RTX
 # 20](../docs/hardware.md#t4-v100-and-rtx-20). `recommend_precision` times a matrix multiplication in each
@@ -187,7 +187,8 @@ assert {p.dtype for p in amp_model.parameters()} == {torch.float32}
 #
 # Next we measure the time of a step. `compare` runs a step of each loop in turns. We also compare the *saved
 # activations*: the tensors that the forward pass keeps in memory for the backward pass. `forecast_memory`
-# computes their size from the shapes.
+# computes their size from the shapes. <!-- tests/core/test_timing.py -->
+# <!-- tests/tracing/test_memory.py -->
 
 # %% tags=["nbval-ignore-output"]
 step_fp32 = partial(train_fp32, fp32_model, fp32_optimizer, batches[:1])
@@ -216,7 +217,7 @@ assert memory[str(precision)] < memory["fp32"]
 # - **Left:** the time of one step. The thin line on each bar and the range in brackets show the
 #   uncertainty of the measurement.
 # - **Middle:** the memory of the saved activations.
-# - **Right:** the loss over the 70 steps.
+# - **Right:** the loss over the 70 steps. <!-- tests/plots/test_plots.py -->
 #
 # The outputs that you see here come from two CPU cores with bf16 instructions, where AMP made a step
 # faster. Your machine may differ.
@@ -293,7 +294,7 @@ exercises.check_needs_scaler(needs_scaler)
 #     return dtype is torch.float16
 # ```
 #
-# bf16 has the exponent of fp32, so its smallest normal number is the same.
+# bf16 has [the exponent of fp32](01_number_formats.ipynb#Range), so its smallest normal number is the same.
 #
 # </details>
 #
@@ -325,7 +326,7 @@ exercises.check_marked_lines(amp_step)
 # <details><summary>Hint</summary>
 #
 # Autocast belongs around the forward pass and the loss. The backward pass needs no block, because it
-# follows the dtypes of the forward pass.
+# [follows the dtypes of the forward pass](02_autocast_dtypes.ipynb#Backward:-no-autocast-there).
 #
 # </details>
 #

@@ -110,8 +110,8 @@ assert torch.tensor(1e30).half() == math.inf
 # - the largest number;
 # - *eps*, the distance from 1 to the next larger number.
 #
-# Below the smallest normal number, numbers are called *subnormal*. They have a 0 before the mantissa, so
-# they have fewer significant bits.
+# Positive numbers below the smallest normal number are called *subnormal*. They have a 0 before the
+# mantissa, so they have fewer significant bits.
 #
 # In the table, the normal range goes from the smallest normal number to the largest number. The last
 # column gives the precision in decimal digits.
@@ -170,8 +170,8 @@ assert numbers.half().tolist() == [2048, 2048, 2050, 2052, 2052, 2052, 2054, 205
 #
 # ## Overflow
 #
-# In fp32, fp16 and bf16, a number that is too large becomes infinity. Before you run this: from which
-# number on does fp16 return infinity, 65505 or a later one?
+# In fp16 and bf16, a number that is too large becomes infinity. Before you run this: from which number on
+# does fp16 return infinity, 65505 or a later one?
 
 # %%
 numbers = torch.tensor([65504.0, 65519.0, 65520.0, 70000.0])
@@ -376,12 +376,12 @@ _ = figures.gradients_against_fp16(gradients.abs().log2(), scales=(1, 2**16))
 #
 # | format | largest | digits | used for |
 # |---|---|---|---|
-# | fp32 | 3.4e38 | 7 | master weights, optimizer state, losses, long sums |
+# | fp32 | 3.4e38 | 7 | master weights, losses, long sums |
 # | tf32 | 3.4e38 | 3 | inputs of fp32 matmuls, on GPUs that have it |
 # | bf16 | 3.4e38 | 2 to 3 | activations and matmuls, without loss scaling |
 # | fp16 | 65504 | 3 | activations and matmuls, with loss scaling |
-# | fp8 E5M2 | 57344 | 1 | [gradients](https://arxiv.org/abs/2209.05433), scaled by tensor |
-# | fp8 E4M3 | 448 | 1 | weights and activations, scaled by tensor or block |
+# | fp8 E5M2 | 57344 | 1 | [gradients](https://arxiv.org/abs/2209.05433), scaled |
+# | fp8 E4M3 | 448 | 1 | weights and activations, scaled |
 #
 # Formats fail in three ways:
 #

@@ -74,9 +74,11 @@ assert defaults == [torch.bfloat16] + [torch.float16] * 3
 # | policy | what autocast does | typical ops |
 # |---|---|---|
 # | lower precision | casts the inputs to `low` | `linear`, `conv2d`, `matmul` |
-# | fp32 | casts the inputs to fp32, or passes `dtype=torch.float32` to the op | `mse_loss`, `cross_entropy`; on a GPU also `exp`, `softmax` and `layer_norm` |
+# | fp32 | casts the inputs to fp32, or [passes `dtype=torch.float32` to the op](https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/autocast_mode.h) | `mse_loss`, `cross_entropy`; on a GPU also `exp`, `softmax` and `layer_norm` |
 # | promote | casts the inputs to fp32 if one of them is fp32 | a few ops that combine tensors, such as `index_copy` and `cat` on a CPU |
 # | (not on the list) | nothing: the op runs in the dtype of its inputs | `relu`, `add`, `mean` |
+#
+# <!-- tests/notebooks/test_02_autocast_dtypes.py -->
 #
 # You can predict the dtype of an op with three questions, in this order:
 #
@@ -358,7 +360,7 @@ assert all(table[name][1] == predicted for name, predicted in here.items())
 #   08](08f_ops_and_devices.ipynb#BCELoss-is-refused-on-a-GPU) says why).
 #
 # `amp-lab ops --device cuda` [prints CUDA's list with the policy of each
-# op](../docs/your_model.md#what-would-autocast-do-to-my-model).
+# op](../docs/your_model.md#what-would-autocast-do-to-my-model). <!-- tests/tracing/test_op_table.py -->
 #
 # ## Summary
 #

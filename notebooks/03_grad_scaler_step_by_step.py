@@ -167,7 +167,7 @@ assert layer.weight.grad.dtype is torch.float32
 #
 # `unscale_` divides the gradients by the scale, in place, and records whether any of them is infinite or
 # NaN. Call `unscale_` before you clip or log gradients. A loop that does neither can leave out the call:
-# `step` then unscales the gradients itself.
+# `step` then [unscales the gradients itself](https://docs.pytorch.org/docs/stable/notes/amp_examples.html).
 
 # %%
 scaler.unscale_(optimizer)  # AMP: optional
@@ -186,7 +186,7 @@ check(layer, -0.7756, -2.9002, [-0.0591, 1.0])
 # %% [markdown]
 # `update` comes last in the iteration, after you have called `scaler.step` for every optimizer. It adjusts
 # the scale for the next iteration. It also clears what the scaler recorded about this iteration, such as
-# the fact that the gradients are already unscaled.
+# the fact that the gradients are already unscaled. <!-- tests/notebooks/test_08c_scaler.py -->
 
 # %%
 scaler.update()  # AMP
@@ -198,9 +198,10 @@ assert (scaler.get_scale(), good_steps) == (4096, 1)
 # %% [markdown]
 # No gradient overflowed, so `update` counted a *good* step and left the scale at 4096.
 #
-# Call the methods in this order: `step` once for each optimizer, then `update` once per iteration. Call
-# `unscale_` at most once for each optimizer, between `backward` and `step`. A second `unscale_` would divide
-# the gradients by 4096 again, so it [raises an error](08c_scaler.ipynb#Gradients-are-unscaled-twice).
+# Call the methods [in this order](https://docs.pytorch.org/docs/stable/notes/amp_examples.html): `step` once
+# for each optimizer, then `update` once per iteration. Call `unscale_` at most once for each optimizer,
+# between `backward` and `step`. A second `unscale_` would divide the gradients by 4096 again, so it [raises
+# an error](08c_scaler.ipynb#Gradients-are-unscaled-twice).
 #
 # ## An overflow: the step is skipped, the scale halves
 #
@@ -368,9 +369,10 @@ assert skipped == [True, True, False, False, False, True]
 #
 # ## When there is nothing to scale
 #
-# bf16 has as many exponent bits as fp32, so gradients rarely underflow and a scaler has little to do. You
-# can still write one loop for fp16 and bf16. A disabled scaler returns the loss unchanged, and its `step`
-# [only calls the optimizer](https://docs.pytorch.org/docs/stable/amp.html#torch.amp.GradScaler).
+# bf16 has [as many exponent bits as fp32](01_number_formats.ipynb#What-the-bits-mean), so gradients rarely
+# underflow and a scaler has little to do. You can still write one loop for fp16 and bf16. A disabled scaler
+# returns the loss unchanged, and its `step` [only calls the
+# optimizer](https://github.com/pytorch/pytorch/blob/main/torch/amp/grad_scaler.py).
 
 # %%
 for dtype in (torch.float16, torch.bfloat16):
@@ -532,6 +534,7 @@ exercises.check_resumed(resumed_scaler)
 # ```
 #
 # A scaler that gets only the old scale (`init_scale=state["scale"]`) counts its good steps from zero.
+# <!-- tests/notebooks/test_exercises.py -->
 #
 # </details>
 #

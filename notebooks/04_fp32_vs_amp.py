@@ -19,7 +19,7 @@
 #
 # **What you need.** [Notebook 02](02_autocast_dtypes.ipynb) introduces `torch.autocast`, [notebook
 # 03](03_grad_scaler_step_by_step.ipynb) introduces `GradScaler`. You need no GPU. On a GPU the notebook
-# trains on the full-size problem.
+# by default trains on the full-size problem. <!-- tests/core/test_device.py -->
 
 # %% tags=["nbval-ignore-output"]
 import time
@@ -84,6 +84,7 @@ assert target.unique().numel() == 4
 
 # %% [markdown]
 # The convolutions of the network have 1x1 kernels, so each is a matmul over the channels of every pixel.
+# <!-- tests/notebooks/test_05_cifar10_mobilenet.py -->
 
 # %%
 model = ConvModel(config["hidden"])
@@ -135,7 +136,7 @@ def step_amp(model, optimizer, scaler, dtype):
 # By default, PyTorch lets a recent NVIDIA GPU [run fp32 convolutions in
 # TF32](https://docs.pytorch.org/docs/stable/notes/cuda.html#tensorfloat-32-tf32-on-ampere-and-later-devices).
 # So we run each step in a block of `float32_mode`. The block turns TF32 off for `Precision.FP32`, and on
-# for `Precision.TF32`.
+# for `Precision.TF32`. <!-- tests/core/test_precision.py -->
 
 
 # %%
@@ -335,11 +336,11 @@ for task, (fp32_s, amp_s) in article.items():
 # **Do not count the first step.** It can be slow, for example because it [loads a
 # library](https://docs.pytorch.org/tutorials/recipes/recipes/benchmark.html). Warm up before you measure.
 #
-# **Do not stop the clock too early.** A call that starts work on a GPU usually returns before the work is
-# done. If you read the clock without waiting first, you time how fast the CPU queues work.
+# **Do not stop the clock too early.** A call that starts work on a GPU [usually returns before the work is
+# done](https://docs.pytorch.org/docs/stable/notes/cuda.html#asynchronous-execution). If you read the clock without waiting first, you time how fast the CPU queues work.
 #
 # `compare` always waits, so we write a clock that waits only if we ask it to. `Rounds` is the part of
-# `compare` that collects the times of each round.
+# `compare` that collects the times of each round. <!-- tests/core/test_timing.py -->
 
 
 # %%

@@ -199,7 +199,7 @@ def train(precision, seed):
 
 # %% [markdown]
 # On a GPU, we compare FP32 with the precisions that it accelerates. On a CPU, we leave out fp16, because it
-# is slow on [CPUs that emulate it](../docs/hardware.md). Each precision trains with three seeds.
+# is slow on [some CPUs](../docs/hardware.md). Each precision trains with three seeds.
 #
 # Before you run this: do two precisions differ more than two seeds do, or less?
 
@@ -257,7 +257,7 @@ print(f"seeds differ by up to {100 * spread:.1f} points, standard error {100 * e
 #   computes little for each byte that it moves. We time depthwise convolutions with stride 2 separately.
 #   <!-- tests/notebooks/test_05_cifar10_mobilenet.py -->
 #
-# We compare FP32 with the fastest 16-bit precision of our training runs.
+# We compare FP32 with one 16-bit precision of our training runs.
 
 # %%
 amp = next((p for p in fit_for if p.dtype is not torch.float32), Precision.BF16)
@@ -541,7 +541,7 @@ exercises.check_superfluous(superfluous)
 # A disabled scaler has no state. Without dropout, nothing draws from the random states once the run has
 # begun, because the order of the images depends only on the seed and the epoch. Save both all the same.
 # This costs little, and the checkpoint stays complete if you later add dropout or train in fp16.
-# <!-- tests/notebooks/test_05_cifar10_mobilenet.py -->
+# <!-- tests/notebooks/test_exercises.py --> <!-- tests/train/data/test_batches.py -->
 #
 # </details>
 #
