@@ -12,7 +12,7 @@
 # **What you'll do.** Look up one failure: its message or symptom, the smallest program that shows it,
 # why it happens, and the fix.
 #
-# **What you'll learn.** You will be able to repair:
+# **What you'll learn.** You will be able to repair these failures:
 # - [The parameters are fp16](#The-parameters-are-fp16);
 # - [Gradients are unscaled twice](#Gradients-are-unscaled-twice);
 # - [An optimizer has no gradients](#An-optimizer-has-no-gradients);
@@ -83,8 +83,8 @@ print(message)
 assert "Attempting to unscale FP16 gradients." in message
 
 # %% [markdown]
-# **Why.** A trained parameter is in fp16, so its gradient is in fp16 too. The scaler refuses to divide
-# a gradient by the scale in fp16, because small values would become
+# **Why.** At least one parameter that you train is in fp16, so its gradient is in fp16 too. The scaler
+# refuses to divide a gradient by the scale in fp16, because small values would become
 # zero. <!-- tests/notebooks/test_08c_scaler.py -->
 #
 # Two causes are easy to miss:
@@ -94,9 +94,11 @@ assert "Attempting to unscale FP16 gradients." in message
 #   model. <!-- tests/notebooks/test_08c_scaler.py -->
 #
 # Two cases raise no error, but [the weights may soon stop
-# moving](08b_learning.ipynb#Half-precision-weights-stop-moving): a fused optimizer without clipping, and bf16
-# parameters on the CPU. On CUDA, bf16 parameters raise [another
-# error](https://github.com/pytorch/pytorch/issues/127176).
+# moving](08b_learning.ipynb#Half-precision-weights-stop-moving):
+# - A fused optimizer divides the gradients itself, without this check. If you clip, `unscale_` still raises
+#   the error. <!-- tests/notebooks/test_08c_scaler.py -->
+# - On the CPU, the scaler accepts bf16 parameters. On CUDA, they raise [another
+#   error](https://github.com/pytorch/pytorch/issues/127176).
 
 # %%
 step_with_parameters_in(torch.float16, torch.optim.AdamW, fused=True)
@@ -173,11 +175,11 @@ assert "unscale_() has already been called on this optimizer since the last upda
 
 # %% [markdown]
 # **Why.** `unscale_` divides the gradients in place, so it may run only once for an optimizer until
-# `scaler.update()` is called. Often the loop clips after every batch of an accumulation, or an iteration
-# called `unscale_` and then left out `update()`. <!-- tests/notebooks/test_08c_scaler.py -->
+# `scaler.update()` is called. Often the loop clips after every batch of an accumulation, or leaves out
+# `update()` when it skips a step. <!-- tests/notebooks/test_08c_scaler.py -->
 #
-# **The fix.** Call `unscale_` and clip once, after the last batch of the accumulation, and call
-# `scaler.update()` in every iteration that called `unscale_`. With Accelerate, [clip only `if
+# **The fix.** Call `unscale_` and clip only once, after the last batch of the accumulation. Then step and
+# call `scaler.update()`. If you skip the step, still call `scaler.update()`. With Accelerate, [clip only `if
 # accelerator.sync_gradients`](https://huggingface.co/docs/accelerate/package_reference/accelerator). If the
 # error comes [from the Trainer](https://github.com/huggingface/transformers/issues/23935), update
 # Transformers and Accelerate.
@@ -249,10 +251,10 @@ assert "No inf checks were recorded for this optimizer." in message
 # and ops without a derivative, such as `argmax`, disconnect the loss from the parameters.
 # <!-- tests/notebooks/test_08c_scaler.py -->
 #
-# **The fix.** Call `scaler.step` only for optimizers whose parameters have gradients. If no optimizer steps,
-# leave out `scaler.update()` too. If the parameters without gradients should be trained, build the optimizer
-# from the parameters of the model that computes the loss. Do not convert the loss to a number: combine losses
-# with `+` or `torch.stack`.
+# **The fix.** If the parameters should not be trained in this step, call `scaler.step` only for the other
+# optimizers. If no optimizer steps, leave out `scaler.update()` too. If the parameters should be trained,
+# remove the cause: unfreeze them, leave out `no_grad`, or build the optimizer from the parameters of the
+# model that computes the loss. Do not convert the loss to a number: combine losses with `+` or `torch.stack`.
 
 # %%
 assert two_parts(step_both=False) == [False, True]
@@ -464,9 +466,9 @@ assert "Closure use is not currently supported if GradScaler is enabled." in mes
 # **Why.** The closure runs `backward` inside the optimizer's step, where the scaler cannot unscale the
 # gradients or check them for infinities.
 #
-# SAM (*sharpness-aware minimization*) has [the same problem](https://github.com/davda54/sam/issues/97),
-# because it steps twice in an iteration. If you call its first step yourself, the scaler cannot skip this
-# step, and one overflow makes the weights NaN permanently. <!-- tests/notebooks/test_08c_scaler.py -->
+# SAM (*sharpness-aware minimization*) [does not work with the scaler](https://github.com/davda54/sam/issues/97)
+# either, because it steps twice in an iteration. If you call its first step yourself, the scaler cannot skip
+# this step, and one overflow makes the weights NaN permanently. <!-- tests/notebooks/test_08c_scaler.py -->
 #
 # **The fix.** Use bf16 or fp32 with `GradScaler(enabled=False)`, which passes the closure on to the
 # optimizer.
@@ -534,22 +536,26 @@ assert "Detected call of `lr_scheduler.step()` before `optimizer.step()`." in me
 
 # %% [markdown]
 # **Why.** The scaler [skipped](https://github.com/pytorch/pytorch/issues/44511) `optimizer.step()` because of
-# an overflow. The scheduler advanced anyway, so the schedule is one step ahead of the training.
+# an overflow. The scheduler advanced anyway, so the schedule is one step ahead of the training. The
+# scheduler warns only at its first call, so it does not report later skipped
+# steps. <!-- tests/notebooks/test_08c_scaler.py -->
 #
 # **The fix.** Compare `scaler.get_scale()` before and after `scaler.update()`, and advance the schedule
 # only if the scale did not fall. With one optimizer, `update` lowers the scale exactly when the step
 # was skipped (unless the scale is 0 already). <!-- tests/numerics/test_scale_log.py -->
-# In Lightning, override `lr_scheduler_step` in your `LightningModule`, and compare there
-# `self.trainer.precision_plugin.scaler.get_scale()` with its value in the last call.
+# In Lightning, if your schedulers have `interval="step"`, override these two methods of your `LightningModule`:
 # <!-- tests/notebooks/test_08c_scaler.py -->
 #
 # ```python
-# def lr_scheduler_step(self, scheduler, metric):
+# def optimizer_step(self, *args):
 #     scaler = self.trainer.precision_plugin.scaler
-#     before, scale = getattr(self, "last_scale", scaler._init_scale), scaler.get_scale()
-#     if scale >= before:
+#     before = scaler.get_scale()
+#     super().optimizer_step(*args)
+#     self.stepped = scaler.get_scale() >= before
+#
+# def lr_scheduler_step(self, scheduler, metric):
+#     if self.stepped:
 #         super().lr_scheduler_step(scheduler, metric)
-#     self.last_scale = scale
 # ```
 
 # %%

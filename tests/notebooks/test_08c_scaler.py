@@ -41,6 +41,15 @@ def test_a_gradient_that_is_unscaled_in_fp16_vanishes():
     assert parameter.grad == 0
 
 
+def test_fp16_gradients_of_a_fused_optimizer_cannot_be_unscaled_to_clip():
+    """Though the step itself, which unscales them, raises nothing."""
+    parameter, scaler = nn.Parameter(torch.ones(1).half()), cpu_scaler()
+    optimizer = torch.optim.AdamW([parameter], fused=True)
+    scaler.scale(parameter.sum()).backward()
+    with pytest.raises(ValueError, match="Attempting to unscale FP16 gradients"):
+        scaler.unscale_(optimizer)
+
+
 @pytest.fixture(scope="module", params=[torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
 def checkpoint(request, tmp_path_factory):
     """The folder of a tiny language model in 16 bits, and its dtype."""
@@ -544,14 +553,14 @@ def test_the_sharded_scaler_keeps_the_dtype_of_the_loss():
 
 @pytest.mark.filterwarnings("ignore")  # of Lightning
 def test_lightning_advances_the_schedule_only_after_a_step(recwarn):
-    """AMP0014: the method of the page."""
+    """AMP0014: the methods of the page, for two schedulers, and after the scale was restored."""
     lightning = pytest.importorskip("lightning")
     precision = pytest.importorskip("lightning.pytorch.plugins.precision")
     page = (Path(__file__).parents[2] / "notebooks" / "08c_scaler.py").read_text(encoding="utf-8")
-    lines = page.partition("# ```python\n# def lr_scheduler_step")[2].partition("# ```")[0]
-    method = "def lr_scheduler_step" + lines.replace("\n# ", "\n").rstrip("#\n")
+    lines = page.partition("# ```python\n# def optimizer_step")[2].partition("# ```")[0]
+    methods = "def optimizer_step" + lines.replace("\n#\n", "\n\n").replace("\n# ", "\n")
 
-    def rates(overridden: bool) -> list[float]:
+    def rates(overridden: bool, overflows=(0,), restored=None) -> list[float]:
         seen = []
 
         class Base(lightning.LightningModule):
@@ -561,18 +570,25 @@ def test_lightning_advances_the_schedule_only_after_a_step(recwarn):
 
             def training_step(self, batch, batch_idx):
                 seen.append(self.trainer.optimizers[0].param_groups[0]["lr"])
-                return self.layer(batch).sum() * (1e30 if batch_idx == 0 else 1.0)
+                return self.layer(batch).sum() * (1e30 if batch_idx in overflows else 1.0)
 
             def configure_optimizers(self):
                 optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
                 scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-                return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+                other = torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
+                return [optimizer], [
+                    {"scheduler": s, "interval": "step"} for s in (other, scheduler)
+                ]
 
         names = {}
-        code = method.replace("super()", "super(type(self), self)")
+        code = methods.replace("super()", "super(type(self), self)")
         exec(code, names)
-        changed = {"lr_scheduler_step": names["lr_scheduler_step"]} if overridden else {}
-        plugin = precision.MixedPrecision("16-mixed", "cpu", scaler=cpu_scaler())
+        changed = {name: names[name] for name in ("optimizer_step", "lr_scheduler_step")}
+        changed = changed if overridden else {}
+        scaler = cpu_scaler(init_scale=1024.0)  # a gradient of 65536 would be inf in fp16
+        if restored is not None:
+            scaler.load_state_dict(scaler.state_dict() | {"scale": restored})
+        plugin = precision.MixedPrecision("16-mixed", "cpu", scaler=scaler)
         trainer = lightning.Trainer(
             accelerator="cpu",
             max_steps=3,
@@ -588,6 +604,8 @@ def test_lightning_advances_the_schedule_only_after_a_step(recwarn):
 
     assert rates(overridden=False) == [1.0, 0.5, 0.25]
     assert rates(overridden=True) == [1.0, 1.0, 0.5]
+    assert rates(overridden=True, overflows=(1,)) == [1.0, 0.5, 0.5]
+    assert rates(overridden=True, overflows=(), restored=16.0) == [1.0, 0.5, 0.25]
 
 
 def test_a_loss_that_was_scaled_is_divided_by_the_scale_before_the_update():
