@@ -76,7 +76,7 @@ assert torch.equal(today, as_apex_did)
 # | `amp.initialize(model, optimizer, opt_level="O1")` | `torch.autocast` around forward pass and loss |
 # | the loss scaler of `amp.initialize` | `torch.amp.GradScaler` |
 # | `amp.scale_loss(loss, optimizer)` | `scaler.scale(loss)` |
-# | `amp.master_params(optimizer)` | `model.parameters()`, after `scaler.unscale_` |
+# | `amp.master_params(optimizer)` | the optimizer's parameters, such as `model.parameters()`, after `scaler.unscale_` |
 # | `amp.state_dict()` | `scaler.state_dict()` |
 # | `amp.disable_casts()` | `torch.autocast(…, enabled=False)` |
 # | `amp.float_function`, `amp.half_function` | `torch.autocast(…, enabled=False)` in the function, and `.float()` or `.half()` on its inputs |
@@ -107,7 +107,8 @@ assert torch.equal(today, as_apex_did)
 #   2^16](https://github.com/NVIDIA/apex/blob/e13873debc4699d39c6861074b9a3b2a02327f92/apex/amp/scaler.py)
 #   and by default grew up to 2^24. The scale of a `GradScaler` can grow further. <!-- tests/notebooks/test_13_from_apex.py -->
 #
-# We use a toy version of Apex in plain torch ([`course/toy_apex.py`](course/toy_apex.py)).
+# Apex's `amp` is gone, so we use a toy version of it in plain torch
+# ([`course/toy_apex.py`](course/toy_apex.py)).
 #
 # ## What each level did, and what replaces it today
 #
@@ -130,7 +131,8 @@ batches = small_batches(device)
 
 # %% [markdown]
 # The table shows the dtype of each kind of tensor. O3 trains for a single step, because its second loss
-# is NaN. Before you run this: in which columns do you expect fp16 for O1?
+# is NaN. Before you run this: the columns are weights, batch norm, activations, gradients, the weights
+# that Adam updates, and Adam's state. In which of them do you expect fp16 for O1?
 
 
 # %%
@@ -156,7 +158,8 @@ assert table["O0"] == table["fp32 today"]
 #
 # Today O0 is a loop with autocast and scaler disabled. O1 is `torch.autocast` with
 # `dtype=torch.float16` and a `GradScaler`. We compare the losses of all steps. On a CPU the losses
-# must be equal to the last bit. On a GPU we allow a difference of 2^-9 (0.2 %).
+# must be equal to the last bit. On a GPU we allow a difference of 2^-9 (0.2 %). This is four times 2^-11,
+# the largest relative error when a value is rounded to fp16.
 
 # %%
 SAME = 0 if device.type == "cpu" else 2**-9
@@ -169,9 +172,10 @@ assert runs["O1"].scale == 2.0**13  # three steps skipped, in both
 #
 # One difference matters for classifiers. Apex ran `cross_entropy` in
 # [fp32](https://github.com/NVIDIA/apex/blob/e13873debc4699d39c6861074b9a3b2a02327f92/apex/amp/lists/functional_overrides.py).
-# Under autocast on CUDA, the log-softmax inside `cross_entropy` returns fp16 for fp16 logits ([notebook
-# 09](09_xray_your_model.ipynb)). So when you move a classifier from O1, write
-# `F.cross_entropy(logits.float(), targets)`.
+# Under autocast on CUDA, `cross_entropy` rounds its log-softmax to fp16 if the logits are fp16, although
+# `log_softmax` is on autocast's list of fp32 ops ([notebook
+# 09](09_xray_your_model.ipynb#The-surprise-in-cross-entropy) shows why). So when you move a classifier from
+# O1, write `F.cross_entropy(logits.float(), targets)`.
 #
 # ### O2: fp16 weights, fp32 masters
 #
@@ -193,9 +197,9 @@ assert runs["autocast"].losses != runs["O2"].losses
 # Today O3 is `model.half()` with an optimizer that updates the fp16 weights. O3 has two problems:
 #
 # - Small weight updates are rounded away ([notebook 16](16_low_precision_state.ipynb)).
-# - Adam divides by the root of an average of squared gradients, plus 1e-8. In fp16, the average and 1e-8
-#   can both become zero. For a first gradient of 0.0005, the average is 0.001 times the square of the
-#   gradient. We check that this average and 1e-8 are zero in fp16:
+# - Adam divides by zero. Its divisor is the root of an average of squared gradients, plus 1e-8. In fp16,
+#   1e-8 is zero. The average can also become zero, because it starts at 0.001 (1 - `beta2`) times the
+#   first squared gradient. We check this for a gradient of 0.0005:
 
 # %%
 assert 0.001 * torch.tensor(5e-4).half() ** 2 == 0 == torch.tensor(1e-8).half()
@@ -261,19 +265,19 @@ torch.testing.assert_close(ours, theirs, rtol=SAME, atol=SAME)
 # Do not forget `unscale_`. Without it, you clip gradients that are still scaled ([notebook
 # 07](07_training_recipes.ipynb)).
 #
-# Apex's options have replacements too:
+# This is how you replace other options of Apex:
 #
 # | Apex | today |
 # |---|---|
 # | `delay_unscale=True`, to accumulate | `scale(loss).backward()` for each micro-batch, then one `step` |
 # | `num_losses=2`, `loss_id=1` | one scaler for all losses; with several optimizers, a `step` for each, then one `update` |
-# | `loss_scale=128.0` | `init_scale=128.0`, and `scaler.update(128.0)` instead of `update()`; an overflow now skips the step |
+# | `loss_scale=128.0` | `init_scale=128.0`, and `scaler.update(128.0)` instead of `update()`; unlike Apex with a fixed scale, `GradScaler` skips a step that overflows |
 # | `min_loss_scale`, `max_loss_scale` | `scaler.update(float(limit))` after `update()` if `get_scale()` is beyond the limit |
 # | `keep_batchnorm_fp32` | not needed: weights and statistics of batch norm stay fp32 | <!-- tests/notebooks/test_13_from_apex.py -->
 #
 # ## From torch.cuda.amp to torch.amp
 #
-# The names of `torch.cuda.amp` still work in torch 2.15, with a deprecation warning:
+# The names of `torch.cuda.amp` and `torch.cpu.amp` still work in torch 2.15, with a deprecation warning:
 
 # %%
 for old_name in (torch.cuda.amp.autocast, torch.cpu.amp.autocast, torch.cuda.amp.GradScaler):
@@ -285,9 +289,9 @@ for old_name in (torch.cuda.amp.autocast, torch.cpu.amp.autocast, torch.cuda.amp
 # %% [markdown]
 # There are two traps when you move to the new names.
 #
-# **The default dtype.** The old classes had a fixed default: fp16 for CUDA and bf16 for the CPU. <!-- tests/notebooks/test_13_from_apex.py --> The
-# new class takes the current autocast dtype, which an outer block may have changed. Which dtype will
-# each of the three inner blocks have?
+# **The default dtype.** The old classes had a fixed default: fp16 for CUDA and bf16 for the CPU. The new
+# class takes the current autocast dtype, which an outer block may have changed. Which dtype will each of
+# the three inner blocks have? <!-- tests/notebooks/test_13_from_apex.py -->
 
 # %%
 x = torch.ones(2, 2)
@@ -360,7 +364,9 @@ else:
 
 # %% [markdown]
 # The tool cannot rewrite the Apex loop from above. For three of its lines it prints what to write
-# instead. With `--mark` it also adds this advice to the file as comments:
+# instead. With `--mark` it also adds this advice to the file as comments. In the advice for line 9, the
+# tool lists the optimizer's parameters, because it does not know the model. In our loop these are
+# `model.parameters()`.
 
 # %%
 if find_spec("libcst") is not None:
@@ -377,13 +383,14 @@ if find_spec("libcst") is not None:
 # states of model, optimizer and `amp`. Checkpoints can have these complications:
 #
 # - names begin with `module.` if the model was wrapped for several GPUs;
-# - at O2 the file holds the fp16 weights in fp32, because Apex's `state_dict` [cast
-#   them](https://github.com/NVIDIA/apex/blob/e13873debc4699d39c6861074b9a3b2a02327f92/apex/amp/_initialize.py);
-# - the master weights are missing, unless the program saved them.
+# - at O2, the weights in the file have dtype fp32 but only the precision of fp16, because Apex's
+#   `state_dict` [cast the fp16
+#   weights](https://github.com/NVIDIA/apex/blob/e13873debc4699d39c6861074b9a3b2a02327f92/apex/amp/_initialize.py);
+# - at O2, the master weights are missing, unless the program saved them.
 #
-# Our reference run trains for eight steps, writes such a checkpoint, and trains for eight more steps.
-# With a growth interval of 6, the run resumes correctly only if the counter of good steps is restored.
-# <!-- tests/notebooks/test_13_from_apex.py -->
+# Our reference run trains for eight steps, writes such a checkpoint, and trains for eight more steps. The
+# scale grows after 6 good steps in a row. The file stores how many of them are done, and the resumed run
+# must continue this count. <!-- tests/notebooks/test_13_from_apex.py -->
 
 # %%
 from course.apex_training import Run, today_step, train_and_save
@@ -394,8 +401,8 @@ INTERVAL = 6
 whole = train_and_save("O1", batches, new_model(device), PATH, INTERVAL)
 
 # %% [markdown]
-# We read the file with `weights_only=True`, and translate the scaler's state. Apex's `unskipped`, the
-# number of good steps in a row, is today's `_growth_tracker`.
+# We read the file with `weights_only=True`, and translate the scaler's state. Apex's name for this count is
+# `unskipped`; today's name is `_growth_tracker`.
 
 
 # %%
@@ -442,7 +449,7 @@ check_close(resume(), whole, SAME)
 
 # %% [markdown]
 # On a CPU, the run at O1 resumes exactly. At O2 we resume once with the weights in the file, and once with the
-# master weights. How close will each resumed run be?
+# master weights. How close will each resumed run be to the reference run?
 
 # %%
 whole = train_and_save("O2", batches, new_model(device), PATH, INTERVAL)
@@ -504,7 +511,7 @@ exercises.check_momentum_bytes(o2_bytes, autocast_bytes)
 #
 # </details>
 #
-# ### 2. Mend a move
+# ### 2. Repair a renamed call
 #
 # An old program had `torch.cuda.amp.GradScaler(1024.0, growth_interval=500)`. A colleague changed only
 # the name, to `torch.amp.GradScaler(1024.0, growth_interval=500)`. Create a scaler that starts like the
