@@ -78,7 +78,7 @@ for dtype in (fp16, bf16):
 # | 2. Start with the scaler's defaults | right | each skipped step halves a scale that is too high, so the scale fits after a few steps ([03](03_grad_scaler_step_by_step.ipynb)) |
 # | 3. Watch the accuracy | right, with several seeds | two fp32 runs from different seeds differ too, so one run in each precision shows little ([04](04_fp32_vs_amp.ipynb)) |
 # | 4. Only the forward pass in autocast | right | see [below](#Only-the-forward-pass-in-autocast) |
-# | 5. No casts by hand | right | on a GPU, autocast runs most ops that need fp32 in fp32 ([an exception](09_xray_your_model.ipynb#The-surprise-in-cross-entropy)), but it cannot undo the rounding of a `.half()` ([02](02_autocast_dtypes.ipynb)) |
+# | 5. No casts by hand | right | on CUDA, autocast runs most ops that need fp32 in fp32 ([an exception](09_xray_your_model.ipynb#The-surprise-in-cross-entropy)), but it cannot undo the rounding of a `.half()` ([02](02_autocast_dtypes.ipynb)) |
 # | 6. Always use the scaler | only for fp16 | bf16 has the range of fp32, so small gradients do not underflow ([01](01_number_formats.ipynb)) |
 # | 7. Tune the initial scale and the growth interval | rarely needed | the scaler soon halves a scale that is too high ([03](03_grad_scaler_step_by_step.ipynb)) |
 # | 8. Stay current with PyTorch | right | old names raise a warning ([13](13_from_apex.ipynb)) |
@@ -86,6 +86,7 @@ for dtype in (fp16, bf16):
 # | 10. Profile before and after | right | see [below](#Profile-before-and-after) |
 #
 # The profile below uses fp16 if `amp-lab doctor` recommends it for your device, and bf16 otherwise:
+# <!-- tests/core/test_device.py --> <!-- tests/cli/test_cli.py -->
 
 # %% tags=["nbval-ignore-output"]
 report = describe_device(device)
@@ -187,6 +188,7 @@ def profile_once(step):
 
 # %% [markdown]
 # We count how often each op runs with each dtype of its first input. A cast is a copy between two dtypes.
+# <!-- tests/notebooks/test_14_ten_practices.py -->
 
 # %%
 SHORT = {"float": "fp32", "c10::Half": "fp16", "c10::BFloat16": "bf16"}

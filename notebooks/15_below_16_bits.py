@@ -62,7 +62,7 @@ assert (scaled / gradient - 1).abs().max() < 2**-4
 # ## Formats of a single value
 #
 # A single value of a tensor is called an *element*. `ELEMENTS` lists the formats of elements. For seven of
-# them we print the largest and the smallest positive number:
+# them we print the largest and the smallest positive number: <!-- tests/formats/test_elements.py -->
 
 # %%
 for name in ("fp16", "e4m3", "e5m2", "e2m3", "e3m2", "e2m1", "int8"):
@@ -80,13 +80,16 @@ assert halves[halves >= 0].tolist() == [0, 0.5, 1, 1.5, 2, 3, 4, 6]
 # element of the four-bit formats MXFP4 and NVFP4, which follow below.
 #
 # PyTorch can cast to FP8. [Many other
-# ops](https://docs.pytorch.org/docs/stable/tensor_attributes.html), such as sums, do not support FP8.
+# ops](https://docs.pytorch.org/docs/stable/tensor_attributes.html), such as `+`, do not support FP8.
+# <!-- tests/notebooks/test_08b_learning.py -->
 #
 # ## The values that share a scale
 #
-# The largest value determines the scale. If one value is much larger than the others, the small values
-# that share its scale may become zero. So each format says which values share a scale: a whole tensor, a
-# row, or a *block* (neighbours in a row). *MX* (microscaling) is an open standard, NVFP4 is NVIDIA's:
+# Here, the largest value determines the scale. If one value is much larger than the others, the small
+# values that share its scale may become zero. So each format says which values share a scale: a whole
+# tensor, a row, or a *block* (neighbours in a row). *MX* (microscaling) is an [open
+# standard](https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf), NVFP4 is
+# [NVIDIA's](https://arxiv.org/abs/2509.25149):
 #
 # | format | element | values that share a scale | number format of the scale |
 # |---|---|---|---|
@@ -137,7 +140,7 @@ _ = figures.sqnr_by_format(errors)
 # - In `nvfp4` it is the whole tensor too, because all blocks share the fp32 scale.
 # - In `fp8-1x128` and the MX formats (`mxfp8`, `mxfp4`), it is one block in each row.
 #
-# The next cell checks this and prints how many bits each value takes, with its share of the scale:
+# The next cell checks this and prints how many bits each value takes, with its share of its block's scale:
 
 # %% tags=["nbval-ignore-output"]
 alone, beside = errors["normal"], errors["one outlier channel"]
@@ -166,7 +169,7 @@ assert at_100["mxfp4"] < at_100["nvfp4"] < alone["nvfp4"] - 5
 # %% [markdown]
 # FP8 loses almost nothing, because the range of E4M3 covers the outlier and the rest. In the four-bit
 # formats, most values in the block of the outlier become zero. NVFP4 loses less, because its blocks
-# are smaller.
+# are smaller. <!-- tests/formats/test_scaling.py -->
 #
 # ## Train with rounded matmuls
 #
@@ -298,8 +301,8 @@ for name in ("mxfp4", "nvfp4"):
 #
 # ## Compare with PyTorch's FP8 matmul (optional)
 #
-# PyTorch's FP8 matmul, `torch._scaled_mm`, takes the rounded operands and their scales. It runs on a
-# GPU with FP8 hardware, and also on a CPU. We compare its result with our simulation:
+# PyTorch's FP8 matmul, `torch._scaled_mm`, takes the rounded operands and their scales. We call it on the
+# CPU, and compare its result with our simulation:
 
 # %% tags=["nbval-ignore-output"]
 a, b = torch.randn(32, 64), torch.randn(48, 64)
@@ -380,13 +383,14 @@ assert (usual, fnuz, torch.finfo(torch.float8_e4m3fnuz).max) == (1.0, 0.5, 240)
 # %% [markdown]
 # ## Test your own model
 #
-# `rehearse` tests these formats on your model in three steps:
+# By default, `rehearse` tests these formats on a model in training mode in three steps:
 #
 # 1. It runs one training step in fp32.
-# 2. For each linear layer and convolution, it rounds the operands of the three matmuls to each format,
+# 2. In linear layers, `Conv1d` and `Conv2d`, it rounds the operands of the matmuls to each format,
 #    repeats the matmuls, and compares the results with those of fp32.
 # 3. In each format, it repeats the training step of the whole model. Layers that should stay in 16 bits
-#    are in fp32 here.
+#    are in fp32 here. <!-- tests/formats/test_inference_rehearsal.py -->
+#    <!-- tests/formats/test_interception.py -->
 #
 # We call `rehearse` on our GPT. In the MLP of the second block, we make one of the 256 features about a
 # million times as large: <!-- tests/formats/test_rehearsal.py -->
@@ -411,7 +415,7 @@ report
 # %% [markdown]
 # The report has a row for each linear layer. Each number is the SQNR of the worst of the layer's three
 # matmuls in one format. A star marks a layer that is better left in 16 bits. *Look at* gives the reason
-# for each star:
+# for each star: <!-- tests/formats/test_rehearsal.py -->
 #
 # - The large feature ruins the two layers around it, `blocks.1.up` and `blocks.1.down`, in all four formats.
 # - The head, `token.weight`, has no SQNR in these formats, because its output size, here 88, is not a [multiple
@@ -419,7 +423,7 @@ report
 #
 # The last rows show the errors of the whole model, with the starred layers in fp32. The verdict
 # *accurate enough in one step* does not show that the model learns. In a terminal, `amp-lab rehearse
-# --steps 20` also trains in each format. <!-- tests/cli/test_rehearse_command.py -->
+# --steps 20` also trains the model. <!-- tests/cli/test_rehearse_command.py -->
 #
 # We check the two layers, and the error of the gradients in one format:
 
@@ -433,7 +437,7 @@ assert report.formats[1].gradients_off < 2**-4  # the largest rounding error of 
 # %% [markdown]
 # ## Train in FP8 on a GPU
 #
-# The report ends with code that converts the model with torchao. <!-- tests/formats/test_rehearsal.py -->
+# This report ends with code that converts the model with torchao. <!-- tests/formats/test_rehearsal.py -->
 # Compile the model as well. Only large layers gain, as [torchao's
 # table](https://github.com/pytorch/ao/tree/main/torchao/float8#performance) shows.
 #

@@ -55,12 +55,14 @@ assert weight == 1
 # The weight has not changed at all. The next bf16 number above 1 is 1.0078. Each update is less than half
 # of the distance to this number, so each sum is rounded back to 1.
 #
-# To keep such updates, AMP leaves the weights in fp32 and casts copies of them.
+# To keep such updates, AMP leaves the weights in fp32 and [casts copies of
+# them](02_autocast_dtypes.ipynb).
 #
 # ## Bytes per parameter
 #
 # `forecast_memory` counts the bytes of weights, gradients and optimizer state for a model and an
 # optimizer. We call it for two linear layers in fp32 and in bf16, with several optimizers:
+# <!-- tests/tracing/test_training_step.py --> <!-- tests/tracing/test_memory.py -->
 
 # %%
 SETUPS = {
@@ -264,8 +266,9 @@ for cured in ("bf16, stochastic", "bf16, Kahan", "bf16, masters"):
 # to nearest, the network with bf16 weights learns far more slowly than in fp32. With the three other ways
 # it learns about as fast as in fp32.
 #
-# AMP has fp32 masters too: the model's weights are the masters, and autocast casts them. PyTorch's own
-# AdamW rounds to nearest. So if you convert a model with `.bfloat16()`, some weights may never change:
+# AMP has fp32 masters too: the model's fp32 weights are the masters, and autocast [casts
+# them](02_autocast_dtypes.ipynb). PyTorch's own AdamW rounds to nearest. So if you convert a model with
+# `.bfloat16()`, some weights may never change:
 
 # %%
 weight = torch.ones(8, dtype=bf16, device=device, requires_grad=True)
@@ -316,6 +319,7 @@ assert square == 1
 #
 # With a scale for each block of values, even eight bits can be enough. The scale is in fp32, so it can
 # shrink by 0.1 %. If the gradients of a whole block are 0, all its values shrink with the scale.
+# <!-- tests/formats/test_scaling.py -->
 #
 # We use blocks of 256 values (128 in four bits), as [torchao
 # does](https://github.com/pytorch/ao/blob/main/torchao/optim/adam.py). We compare two kinds of formats:

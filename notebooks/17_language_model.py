@@ -53,7 +53,8 @@ print("from the layer", query.dtype, " after the rotation", rotated.dtype)
 assert (query.dtype, rotated.dtype) == (torch.bfloat16, torch.float32)
 
 # %% [markdown]
-# The product of a bf16 tensor and this fp32 table is in fp32. Autocast casts it down for the next matmul.
+# The product of a bf16 tensor and this fp32 table is in fp32. Autocast [casts it
+# down](02_autocast_dtypes.ipynb) for the next matmul.
 # An fp32 tensor takes twice the memory of a bf16 tensor of the same shape.
 #
 # ## A small GPT
@@ -64,7 +65,7 @@ assert (query.dtype, rotated.dtype) == (torch.bfloat16, torch.float32)
 # - The *residual stream* begins as the embedding of the tokens, and each block adds to it.
 # - A block consists of causal attention and an MLP, with an RMSNorm before each.
 # - In the attention, rotary embeddings rotate the queries (q) and keys (k) by angles that grow with the
-#   position. The values (v) are not rotated.
+#   position. The values (v) are not rotated. <!-- code -->
 #
 # The text is the source of the module `argparse`, with one token per character. `lm.split` keeps the last
 # tenth for testing. <!-- code -->
@@ -79,8 +80,8 @@ print(f"{sum(p.numel() for p in small.parameters()):,} parameters, {len(text):,}
 # %% [markdown]
 # ## Where fp32 comes in
 #
-# `xray` shows what autocast does to each module. It runs the model on fake tensors, so you do not need the
-# device. We ask about bf16 on a CUDA GPU:
+# `xray` shows what autocast does to each module. By default, it runs the model on fake tensors, so you do not
+# need the device. We ask about bf16 on a CUDA GPU: <!-- tests/tracing/test_xray.py -->
 
 
 # %%
@@ -112,7 +113,7 @@ result
 # - **The rotations**: their cosines are fp32. The model casts the result back to bf16 with
 #   `.to(x.dtype)`.
 #
-# **The loss** should be fp32 too, but the logits are bf16. On a GPU `cross_entropy` rounds its
+# **The loss** should be fp32 too, but the logits are bf16. On CUDA, `cross_entropy` rounds its
 # log-softmax to the dtype of its input, under autocast too ([notebook
 # 09](09_xray_your_model.ipynb#The-surprise-in-cross-entropy)). So call `.float()` on the logits, as
 # [transformers](https://github.com/huggingface/transformers/blob/main/src/transformers/loss/loss_utils.py)
@@ -156,7 +157,7 @@ assert message.startswith("Expected query, key, and value to have the same dtype
 #
 # `lm.train` is the loop of [notebook 04](04_fp32_vs_amp.ipynb). We train with three seeds in each precision.
 # The test loss is always computed in fp32, so that only the training differs. Before you run this: what
-# changes the test loss more, the precision or the seed?
+# changes the test loss more, the precision or the seed? <!-- code -->
 
 # %% tags=["nbval-ignore-output"]
 PRECISIONS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -204,7 +205,7 @@ assert 27 < total < 28
 # %% [markdown]
 # Three of these tensors are fp32 under autocast too. To save memory, compute the loss **in chunks** of tokens,
 # each in a checkpoint. The backward pass then computes the logits again, one chunk at a time, and frees them. The
-# gradients agree with those of the usual loss up to rounding:
+# gradients agree with those of the usual loss up to rounding: <!-- tests/notebooks/test_17_language_model.py -->
 
 
 # %%
@@ -344,13 +345,13 @@ assert arrived[1e-4] < 0.2 < arrived[1e-3] < 0.8
 assert stayed[1e-3] > 0.5
 
 # %% [markdown]
-# Neighbouring normal bf16 numbers are 0.4 to 0.8 % apart, and each value is rounded to the nearest one. Here, if the
-# update is a thousandth of the weight, most changes are too small to reach the next number. These values stay
-# the same, and a large part of the update is lost. So choose one of these:
+# Neighbouring [normal bf16 numbers](01_number_formats.ipynb) are 0.4 to 0.8 % apart, and each value is rounded to
+# the nearest one. Here, if the update is a thousandth of the weight, most changes are too small to reach the
+# next number. These values stay the same, and a large part of the update is lost. So choose one of these:
 #
 # - Keep the adapter separate.
 # - Merge into a copy in **fp32**.
-# - If the result has to be bf16, merge in fp32 and round **once**. `merge_and_unload` of
+# - If the result has to be bf16, merge in fp32 and round **once**. With fp32 adapters, `merge_and_unload` of
 #   [peft](https://huggingface.co/docs/peft) rounds once; with `safe_merge=True` it rounds
 #   twice. <!-- tests/notebooks/test_17_language_model.py -->
 #
@@ -358,7 +359,7 @@ assert stayed[1e-3] > 0.5
 #
 # We let the model continue 32 prompts in fp32 and in bf16, always with the likeliest character.
 # `lm.continue_text` returns the texts and, for each character, the gap between the two largest logits. Before
-# you run this: will the texts in fp32 and bf16 agree?
+# you run this: will the texts in fp32 and bf16 agree? <!-- code -->
 
 # %% tags=["nbval-ignore-output"]
 rows = lm.draw(test_data, 32, torch.Generator().manual_seed(1))[0].to(device)
@@ -391,9 +392,10 @@ assert abs(in_bf16 - in_fp32) < 0.01
 # But the model is not worse in bf16 here: the test loss is nearly the same. So compare models by their loss, or by
 # how often they choose the same next token.
 #
-# Two texts can also diverge within one precision, because a matmul of a different shape may add in a
-# different order. For example, the logits can change slightly with the length of the text. We compute the logits of
-# ten characters alone, and at the beginning of a longer text.
+# Two texts can also [diverge within one
+# precision](https://thinkingmachines.ai/blog/defeating-nondeterminism-in-llm-inference/), because a matmul of a
+# different shape may add in a different order. For example, the logits can change slightly with the length of
+# the text. We compute the logits of ten characters alone, and at the beginning of a longer text.
 
 # %% tags=["nbval-ignore-output"]
 for name, limit in (("fp32", 1e-3), ("bf16", 0.5)):
@@ -411,7 +413,7 @@ for name, limit in (("fp32", 1e-3), ("bf16", 0.5)):
 #   [`torch.use_deterministic_algorithms`](https://docs.pytorch.org/docs/stable/notes/randomness.html).
 #
 # `amp-lab diff --batch-sizes` shows whether the results of two batch sizes differ by more than rounding.
-# <!-- tests/difference/test_first_difference.py -->
+# <!-- tests/difference/test_first_difference.py --> <!-- tests/cli/test_diff_command.py -->
 #
 # If a Llama model of transformers has fp32 weights and runs under autocast, its **cache** of keys and values
 # is fp32 and takes twice the memory of a bf16 cache. So for generation, use a model in bf16 without autocast.
@@ -425,7 +427,9 @@ for name, limit in (("fp32", 1e-3), ("bf16", 0.5)):
 #   chunks.
 # - Load a model in the dtype that you want, and do not cast it afterwards, so that its rotation rates stay in
 #   fp32.
-# - Outside autocast, q, k and v need the same dtype. On CUDA, flash attention needs 16 bits.
+# - Outside autocast, q, k and v need the same dtype. On CUDA, [flash
+#   attention](../docs/compile_and_kernels.md#which-attention-kernel-does-scaled_dot_product_attention-run) needs
+#   16 bits.
 # - LoRA: keep the frozen base in bf16 and the adapters in fp32. If you merge, merge in fp32.
 # - At near ties, texts can diverge if the precision or the shape of a matmul differs. Compare losses
 #   and the choice of each next token.

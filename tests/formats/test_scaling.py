@@ -8,7 +8,7 @@ import torch
 from cases import some_of
 
 from amp_lab.core.errors import NumericsError
-from amp_lab.formats import FORMATS, Counts, quantize
+from amp_lab.formats import ELEMENTS, FORMATS, Counts, Format, quantize
 from conftest import WEEKLY
 
 of_torchao = pytest.mark.filterwarnings("ignore")  # of its own
@@ -118,6 +118,28 @@ def test_blocks_of_128_by_128_are_tensors_of_their_own():
         for column in range(0, 384, 128):
             part = slice(row, row + 128), slice(column, column + 128)
             assert torch.equal(found[part], quantize(values[part].contiguous(), "fp8"))
+
+
+@pytest.mark.parametrize(("name", "size"), [("mxfp4", 32), ("nvfp4", 16)])
+def test_an_outlier_makes_most_of_its_four_bit_block_zero(name, size):
+    """What notebook 15 says of a column that is 100 times as large, in blocks of 32 and of 16."""
+    values = torch.randn(128, 256, generator=torch.Generator().manual_seed(0))
+    values[:, 100] *= 100
+    zero = quantize(values, name) == 0
+    columns = torch.arange(256)
+    beside = (columns // size == 100 // size) & (columns != 100)
+    assert zero[:, beside].float().mean() > 0.75
+    assert zero[:, columns // size != 100 // size].float().mean() < 0.15
+
+
+def test_a_block_of_int8_shrinks_with_its_scale():
+    """By a thousandth, in a thousand steps, as in notebook 16: the scale is in fp32."""
+    form = Format("int8 in blocks", ELEMENTS["int8"], (1, 256))
+    values = quantize(torch.rand(16, 256, generator=torch.Generator().manual_seed(0)), form)
+    found = values
+    for _ in range(1000):
+        found = quantize(0.999 * found, form)
+    torch.testing.assert_close(found, values * 0.999**1000, rtol=1e-3, atol=0)
 
 
 def test_a_delayed_scale_clips_what_has_grown_since():
