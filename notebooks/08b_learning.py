@@ -95,7 +95,7 @@ assert scales[165:] == [0.0] * 5  # from where no doubling leads back
 # fp16. <!-- tests/notebooks/test_08b_learning.py -->
 #
 # **The fix.** Use `amp_lab.numerics.find_nonfinite` to find the operation that gives NaN, and change this
-# operation. For a square root, add a small number under the root.
+# operation. For a square root, add a small number under the root. <!-- tests/notebooks/test_08b_learning.py -->
 
 
 # %%
@@ -319,8 +319,8 @@ assert set(scales_in(torch.bfloat16, enabled=False)) == {1.0}
 # words = "Kahan summation stochastic rounding master weights pure full bf16 AdamW RMSNorm LayerNorm LoRA peft update lost rounded stuck assign load_state_dict param_dtype fp32 main parameters optimizer_dtype FusedAdam convergence torchtune"
 # -->
 #
-# **What you see.** The loss stops falling, but with fp32 weights it keeps falling. Or some weights, often the
-# weights of norms, never change.
+# **What you see.** The loss stops falling, but with fp32 weights it keeps falling. Or some weights, such as
+# the weights of norms that start at 1, never change.
 #
 # **The smallest program that does it.** We load weights from a bf16 checkpoint with `assign=True`, so
 # the model takes over the checkpoint's tensors with their dtype. Then we make a hundred small updates.
@@ -559,8 +559,8 @@ print(f"zeros: {(stored.float() == 0).float().mean():.0%}")
 assert 0.1 < (stored.float() == 0).float().mean() < 0.2
 
 # %% [markdown]
-# **Why.** FP8 is a format for storage and for special matmuls. PyTorch lacks many operations for FP8, such
-# as additions, and does not promote FP8 to other dtypes. The positive numbers of the E4M3 format range from 0.002 to 448, so without a
+# **Why.** FP8 is a format for storage and for special matmuls. PyTorch lacks operations for FP8, such
+# as additions, and does not promote FP8 to other dtypes. <!-- tests/notebooks/test_08b_learning.py --> The positive numbers of the E4M3 format range from 0.002 to 448, so without a
 # scale small weights become zero.
 #
 # **The fix.** Use a library that stores a scale with each FP8 weight, such as torchao. To scale by hand, divide

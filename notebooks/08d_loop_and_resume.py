@@ -213,11 +213,11 @@ print("one block around the loop:", *[f"{loss:.1f}" for loss in stuck])
 assert stuck[0] == stuck[1] == stuck[2]
 
 # %% [markdown]
-# **Why.** Autocast keeps the 16-bit copies of trained weights until the outermost block ends. Inside one
+# **Why.** By default, autocast keeps the 16-bit copies of trained weights until the outermost block ends. Inside one
 # block around the loop, the optimizer changes the weights, but the forward pass uses the old copies.
 #
-# An outer block with `enabled=False` has the same effect. The copies also become outdated if you load other
-# values, such as averaged weights (EMA), between two forward passes.
+# An outer block with `enabled=False` has the same effect. The copies also become outdated if you copy other
+# values into the weights, such as averages (EMA), between two forward passes.
 #
 # **The fix.** Open one autocast block for each forward pass, and none around the loop. End the block
 # before you step, evaluate, or load other weights.
@@ -288,12 +288,13 @@ assert with_new > 10 * with_saved
 # **Why.** A part of the run's state is missing from the checkpoint, such as the state of the optimizer or
 # the scaler. Or a part was damaged before it was saved. A new Adam moves nearly every weight by the full learning rate in
 # its first step. A new `GradScaler` starts at 65536, so the first steps may overflow and be skipped.
+# <!-- tests/notebooks/test_08d_loop_and_resume.py -->
 #
 # Examples of damage: <!-- tests/notebooks/test_08d_loop_and_resume.py -->
 # - The weights were saved with `.half()`. A running variance of 100,000 became infinite.
 # - The *optimizer's* state was saved in 16 bits. Adam's `step` is a tensor too: in bf16, 301 is rounded to
 #   300. Before you load such a file, set `step` to the true number in fp32.
-# - The NaN was in the checkpoint already, often in [buffers of batch
+# - The NaN was in the checkpoint already, for example in [buffers of batch
 #   normalisation](08a_values.ipynb#Training-is-fine-but-evaluation-is-NaN).
 #
 # **The fix.** Save and load everything that a step changes: model, optimizer, scaler, learning rate
@@ -313,7 +314,7 @@ assert step == step + 1 == 300
 # first steps can then be too large. Repair the state or its dtype.
 #
 # **Notice it earlier.** Before you save, check that all parameters and buffers are finite. `amp-lab
-# migrate` finds a checkpoint without the state of the scaler. <!-- tests/migrate/test_mistakes.py -->
+# migrate` finds a checkpoint without the state of the scaler. <!-- tests/remedies/test_migrate_remedies.py -->
 
 # %% [markdown]
 # ## Weights and optimizer state have different dtypes

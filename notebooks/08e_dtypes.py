@@ -135,7 +135,7 @@ for dtype in HALF:
 
 # %% [markdown]
 # **Why.** A tensor that was computed in half precision in an autocast block keeps this dtype after the block,
-# where autocast no longer casts inputs. The next op therefore gets a half-precision input but fp32 weights.
+# where autocast no longer casts inputs. The next op therefore gets a half-precision tensor and an fp32 tensor.
 #
 # In these cases, the cause is different:
 # - The message says `Float and Half`: [the model is in half precision but its input is
@@ -145,6 +145,7 @@ for dtype in HALF:
 # - The message names `Double`, `Long` or `Byte`: [the input is float64 or an
 #   integer](#The-input-is-float64-or-an-integer).
 # - The message starts with `self and mat2`, in a layer: its weight and its bias have different dtypes.
+#   <!-- tests/notebooks/test_08e_dtypes.py -->
 # - The traceback contains `user_fn`: [a custom autograd function fails in
 #   backward](#A-custom-autograd-function-fails-in-backward).
 #
@@ -362,7 +363,7 @@ assert x.half().new_zeros(4, 2).dtype is torch.float16
 #
 # **What you see.** `backward()` raises `expected scalar type Half but found Float`, or another message of
 # [the first section](#A-half-precision-output-leaves-the-block). The traceback contains the line
-# `return user_fn(self, *args)` and ends in a `backward` method that you or a library wrote.
+# [`return user_fn(self, *args)`](https://github.com/pytorch/pytorch/blob/main/torch/autograd/function.py) and ends in a `backward` method that you or a library wrote.
 #
 # **The smallest program that does it.** We write a batched matmul as an `autograd.Function`.
 
@@ -585,7 +586,7 @@ assert "but got Double and BFloat16" in message
 # %% [markdown]
 # **Why.** The input is float64 or an integer, but the weights are fp32. `torch.from_numpy` keeps the dtype
 # of the array. NumPy's floating-point arrays are float64 by default. Autocast does not cast float64 or
-# integers.
+# integers. <!-- tests/notebooks/test_02_autocast_dtypes.py -->
 #
 # **The fix.** Convert the input where you load it, with `torch.from_numpy(array).float()`. Convert the class
 # targets of `cross_entropy` with `.long()`.

@@ -146,8 +146,8 @@ assert found == (torch.float32, torch.bfloat16)
 
 # %% [markdown]
 # **Why.** Autocast's switch and its dtype belong to one thread. A new thread starts with autocast off and with
-# the default dtype, which is fp16 on CUDA. `nn.DataParallel` starts a thread for each GPU and enters autocast
-# there without a dtype, so bf16 becomes fp16. <!-- tests/notebooks/test_08g_speed_and_memory.py -->
+# the default dtype, which is fp16 on CUDA. With several GPUs, `nn.DataParallel` starts a thread for each GPU and
+# enters autocast there without a dtype, so bf16 becomes fp16. <!-- tests/notebooks/test_08g_speed_and_memory.py -->
 #
 # **The fix.** Enter autocast with its dtype inside the function that the thread runs, or decorate the
 # model's `forward` with `torch.autocast`. Replace `nn.DataParallel` by `DistributedDataParallel`,
@@ -231,7 +231,7 @@ assert (plain.ops, amp.ops, amp.casts) == (5, 16, 11)
 # **The fix.** Time one step in each precision, on a batch that is already on the GPU. If AMP is faster on this
 # batch, make the data loader faster. If AMP is not faster, use larger batches and a dtype that `amp-lab doctor`
 # reports as fast. For inference, cast the weights once. [Notebook 10](10_speed_ladder.ipynb#Where-AMP-loses)
-# shows at which sizes AMP is faster.
+# shows at which sizes AMP is faster. <!-- tests/cli/test_cli.py -->
 #
 # **Not this.** Do not call `model.half()` before training to avoid the casts. fp16 weights lose small updates.
 
@@ -314,8 +314,8 @@ assert (h * gate.to(h.dtype)).dtype is torch.bfloat16
 assert torch.tensor(1.0).bfloat16() + 1e-3 == 1  # an update of a bf16 weight
 
 # %% [markdown]
-# **Notice it earlier.** `amp-lab memory` forecasts the memory of your model in each precision, and how
-# much each setting saves. <!-- tests/tracing/test_memory.py -->
+# **Notice it earlier.** `amp-lab memory` forecasts the memory of a training step in each precision.
+# <!-- tests/tracing/test_memory.py -->
 
 # %% [markdown]
 # ## Inference under autocast takes more memory
@@ -358,8 +358,8 @@ assert freed == 6  # all of them twice
 
 # %% [markdown]
 # **Why.** The weights stay in fp32, and autocast makes a 16-bit copy of each. Under
-# `torch.no_grad()`, autocast keeps the copies of weights that require a gradient until the autocast
-# block ends.
+# `torch.no_grad()`, autocast keeps the copies of weights that require a gradient until the outermost
+# autocast block ends. <!-- tests/notebooks/test_02_autocast_dtypes.py -->
 #
 # **The fix.** Use `torch.inference_mode()` or `torch.autocast(…, cache_enabled=False)`, which keep no
 # copies. A model that only runs inference needs no autocast: cast it once with `model.bfloat16()`,
@@ -408,8 +408,8 @@ assert all(p.nbytes == 2 * p.numel() for p in nn.Linear(2, 2).bfloat16().paramet
 #
 # **What you see.** A matmul in FP8 raises one of the messages below. In fp16 and bf16 there is no message.
 #
-# **The smallest program that does it.** Tensors on the `meta` device have no data, but PyTorch checks
-# their sizes with the rules of CUDA. We multiply in FP8 with an inner size of 100, then with the 50257
+# **The smallest program that does it.** Tensors on the `meta` device have no data, but PyTorch checks their sizes
+# [as for CUDA](https://github.com/pytorch/pytorch/blob/main/torch/_meta_registrations.py). We multiply in FP8 with an inner size of 100, then with the 50257
 # columns of GPT-2's vocabulary, and last in a grouped matmul, as in a mixture of experts.
 
 
@@ -454,7 +454,7 @@ with torch.no_grad():
 torch.testing.assert_close(larger(x)[:, :5], head(x))
 
 # %% [markdown]
-# **Notice it earlier.** `amp-lab xray` lists the matmuls whose sizes are not multiples of 8.
+# **Notice it earlier.** On a GPU, `amp-lab xray` lists large matmuls whose sizes are not multiples of 8.
 # <!-- tests/tracing/test_advice.py -->
 
 # %% [markdown]
@@ -489,7 +489,7 @@ torch.testing.assert_close(larger(x)[:, :5], head(x))
 # [MPS](https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/mps/MPSAllocator.mm)).
 #
 # **The smallest program that does it.** `forecast_memory` counts the bytes of a step without running
-# it. We assume a GPU with 24 MiB of memory.
+# it. We assume a GPU with 24 MiB of memory. <!-- tests/tracing/test_memory.py -->
 
 
 # %%
@@ -505,22 +505,23 @@ assert peak_of(4096) > memory
 assert torch.cuda.OutOfMemoryError is torch.OutOfMemoryError
 
 # %% [markdown]
-# **Why.** The peak of a step does not fit into GPU memory. Weights and Adam's state stay there all the time,
-# activations until `backward`, gradients from then on, and other processes need memory too (see
-# `nvidia-smi`).
+# **Why.** The peak of a step does not fit into GPU memory. Weights stay there all the time, Adam's state from
+# the first step on, activations until `backward`, and gradients from `backward` to `zero_grad`.
+# <!-- tests/notebooks/test_08g_speed_and_memory.py -->
 #
 # Where the error appears suggests what is too large:
 # - **In the forward or backward pass**: the activations, so the batch, image or sequence is too large.
 # - **In the first `optimizer.step()`**: the optimizer state, which Adam allocates there.
 # - **After many steps, or in evaluation**: [memory grows](#Memory-grows-with-each-step-or-in-evaluation).
-# - **Only after resuming**: the checkpoint is on the GPU.
+# - **Only after resuming**: the checkpoint is on the GPU. <!-- tests/notebooks/test_08g_speed_and_memory.py -->
 # - **With much memory reserved but unallocated**: the memory is fragmented. Set
 #   `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True` ([other
 #   names](../docs/memory_in_practice.md#pytorch_cuda_alloc_conf-or-pytorch_alloc_conf)).
 #
 # **The fix.** Use a smaller batch and accumulate gradients: divide each loss by the number of batches. You can
 # also use gradient checkpointing. Load checkpoints with `map_location="cpu"`. `amp-lab memory my_model.py:MODEL
-# --input 8,3,224,224 --memory 24GiB` forecasts the largest batch and how much other settings save.
+# --input 8,3,224,224 --memory 24GiB` forecasts the largest batch. If the step does not fit, the command also says
+# how much other settings save. <!-- tests/tracing/test_largest_batch.py --> <!-- tests/remedies/test_memory_remedies.py -->
 #
 # **Not this.** `torch.cuda.empty_cache()` in each step gives your process no more memory, because PyTorch
 # [already reuses what it has
@@ -591,8 +592,9 @@ assert losses > numbers == 0
 # vocabulary numbers.
 #
 # **The fix.** Evaluate under `torch.inference_mode()`, add up `loss.item()`, and keep
-# `logits.argmax(-1).cpu()` in place of the logits. In transformers' Trainer set
-# `eval_accumulation_steps`, or reduce the logits in `preprocess_logits_for_metrics`.
+# `logits.argmax(-1).cpu()` in place of the logits. In [transformers'
+# Trainer](https://huggingface.co/docs/transformers/main_classes/trainer) set `eval_accumulation_steps`, or reduce
+# the logits in `preprocess_logits_for_metrics`.
 #
 # **Not this.** `model.eval()` alone still builds a graph.
 

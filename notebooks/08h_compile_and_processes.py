@@ -193,8 +193,9 @@ for dtype in (torch.bfloat16, torch.float16):
     assert outcome in ("runs", message)
 
 # %% [markdown]
-# **Why.** For an LSTM with an fp32 input and without `proj_size`, torch chooses the kernel of oneDNN, its
-# library for CPUs. Then autocast casts the tensors to 16 bits, but oneDNN may have no 16-bit LSTM for your CPU.
+# **Why.** For an LSTM with an fp32 input and without `proj_size`, a torch that uses the library oneDNN chooses
+# its kernel. Then autocast casts the tensors to 16 bits, but oneDNN may have no 16-bit LSTM for your CPU.
+# <!-- tests/core/test_cpu.py -->
 #
 # **The fix.** Run the layer in fp32: open `torch.autocast("cpu", enabled=False)` around it, and cast its
 # input with `.float()`.
@@ -326,7 +327,7 @@ print(message_of(lambda: torch.amp.custom_fwd(make)))
 #
 # **The fix.** Write `torch.autocast("cuda", dtype=torch.float16)`, `torch.amp.GradScaler("cuda")` and
 # `@torch.amp.custom_fwd(device_type="cuda")`. `amp-lab migrate` rewrites the old names. If the warning
-# comes from a library, update the library.
+# comes from a library, update the library. <!-- tests/migrate/test_torch_amp.py -->
 
 # %%
 assert warnings_of(lambda: torch.autocast("cuda", dtype=torch.float16, enabled=False)) == ""
@@ -430,8 +431,8 @@ with group_of_one():
 # -->
 #
 # **What you see.** FSDP2 raises `FSDP expects uniform original parameter dtype but got`, and the older
-# FSDP `Must flatten tensors with uniform dtype but got`. Often the model has a base in bf16 and
-# [adapters in fp32](https://github.com/huggingface/peft/issues/484).
+# FSDP `Must flatten tensors with uniform dtype but got`. An example for the older FSDP is a model with a base in
+# bf16 and [adapters in fp32](https://github.com/huggingface/trl/pull/6343).
 #
 # **The smallest program that does it.** We wrap a model that has trained weights in two dtypes.
 
@@ -480,7 +481,7 @@ with group_of_one():
 # [`bnb_4bit_quant_storage=torch.bfloat16`](https://huggingface.co/docs/bitsandbytes/fsdp_qlora).
 #
 # **Not this.** `model.to(torch.bfloat16)` also removes the message. But then there are no fp32 master
-# weights, and small updates are lost.
+# weights, and plain optimizers lose small updates.
 
 # %%
 one = torch.tensor(1.0).bfloat16()
