@@ -16,7 +16,7 @@
 # - which two dtypes a policy names, and how to set a policy globally or for one layer;
 # - how a policy differs from autocast, and why the last layer should stay in float32;
 # - when `compile` adds a loss scale, and when you have to add it yourself;
-# - which mistakes in a custom `train_step` raise no error;
+# - which mistake in a custom `train_step` raises no error;
 # - what replaces the names of TensorFlow 2.x.
 #
 # **What you need.** [Notebook 02](02_autocast_dtypes.ipynb) for autocast, and [notebook
@@ -26,8 +26,8 @@
 
 # %% [markdown]
 # You can select the Keras backend with an environment variable [before you import
-# Keras](https://keras.io/getting_started/#configuring-your-backend). We select torch. To use both torch
-# and TensorFlow, we start a process for each.
+# Keras](https://keras.io/getting_started/#configuring-your-backend). We select torch. A process can use
+# only one backend, so later we start a second process for TensorFlow.
 
 # %% tags=["nbval-ignore-output"]
 import os
@@ -89,7 +89,7 @@ for name in POLICIES:
     assert (policy.variable_dtype == "float32") == (name == "float32" or name.startswith("mixed"))
 
 # %% [markdown]
-# The last two policies have no float32 weights, so small updates are lost ([notebook
+# The last two policies keep the weights in 16 bits, so small updates are lost ([notebook
 # 01](01_number_formats.ipynb)).
 #
 # `set_dtype_policy` sets the policy of the layers that you create afterwards. `dtype=` sets the policy
@@ -118,8 +118,9 @@ assert layers.Dense(3).compute_dtype == "float16"
 # CUDA](https://docs.pytorch.org/docs/stable/amp.html#cuda-op-specific-behavior) it runs a matrix
 # multiplication in float16 and a sum in float32. A policy applies to a whole layer.
 #
-# Under `mixed_float16`, Keras's batch normalization computes its squares in float32. The layer below
-# overflows, but not if you set its dtype to float32:
+# So under `mixed_float16`, a layer that you write computes everything in float16, unless you set its dtype.
+# Keras's own layers are safer: batch normalization casts its input to float32 before it squares. We compare
+# it with a layer of our own:
 
 
 # %%
@@ -141,12 +142,12 @@ assert ops.all(ops.isinf(Energy()(far)))
 assert ops.all(ops.isfinite(Energy(dtype="float32")(far)))
 
 # %% [markdown]
-# In float16 the sums are infinite. In float32 they are in the millions.
+# Batch normalization gives finite values. The sums of our layer are infinite in float16. With
+# `dtype="float32"` they are in the millions.
 #
 # ## Keep the last layer in float32
 #
-# On torch, a sigmoid under `mixed_float16` passes a float16 probability to the loss. A logit of 8.5
-# has the probability 0.9998. Just below 1, float16 numbers are 2⁻¹¹ apart, so this probability is
+# A sigmoid under `mixed_float16` passes a float16 probability to the loss. A logit of 8.5 has the probability 0.9998. Just below 1, float16 numbers are 2⁻¹¹ apart, so this probability is
 # rounded to 1. We compute the loss of this prediction for the target 1, where it is right, and for the
 # target 0, where it is wrong:
 
@@ -199,8 +200,8 @@ for name in POLICIES[:3]:
     assert (kind == "LossScaleOptimizer") == (name == "mixed_float16")
 
 # %% [markdown]
-# With `auto_scale_loss=False` you train without a loss scale on purpose. You can also lose the loss
-# scale by accident: if you set the policy only on the layers, the model still has the global policy.
+# To train without a loss scale, pass `auto_scale_loss=False`. You can also lose the loss scale by
+# accident: if you set the policy only on the layers, the model still has the global policy.
 
 # %%
 print("on purpose:", optimizer_of(new_head(), auto_scale_loss=False))
@@ -224,7 +225,8 @@ assert torch.amp.GradScaler("cpu").get_growth_interval() == by_layer.optimizer.d
 
 # %% [markdown]
 # To clip gradients, set `clipnorm` on the inner (wrapped) optimizer. The inner optimizer receives gradients
-# that are already divided by the scale, so you need no `unscale_`. <!-- tests/notebooks/test_12_keras.py -->
+# that are already divided by the scale, so you need no
+# counterpart of `scaler.unscale_`. <!-- tests/notebooks/test_12_keras.py -->
 #
 # ## Write the step
 #
@@ -343,9 +345,10 @@ for backend, record in trained.items():
 #
 # ## A mistake in a custom step
 #
-# In Keras 3, `apply` divides the gradients by the scale. If you forget `scale_loss`, or divide by hand too,
-# as in TensorFlow 2.x, `apply` divides gradients that are not scaled, and raises no error. We compare how
-# far a weight moves with a scaled gradient and with one that is not scaled:
+# In Keras 3, `apply` divides the gradients by the scale, even if they are not scaled. There is no error.
+# Gradients are not scaled if you forget `scale_loss`, or if you divide them yourself, as code for
+# TensorFlow 2.x does. We compare how far a weight moves with a scaled gradient and with one that is not
+# scaled:
 
 # %%
 gradient = ops.convert_to_tensor([0.5])
@@ -374,7 +377,7 @@ for kind, rate in ((keras.optimizers.SGD, 1.0), (keras.optimizers.Adam, 0.1)):
 # | `tf.keras.mixed_precision.Policy` | `keras.DTypePolicy`; the old name works |
 # | `Policy(…, loss_scale="dynamic")` | the optimizer has the loss scale, not the policy |
 # | `LossScaleOptimizer(optimizer, loss_scale="dynamic")` | `LossScaleOptimizer(optimizer)` |
-# | `LossScaleOptimizer(optimizer, dynamic=False, initial_scale=128)` | [`optimizer.loss_scale_factor = 128`](https://keras.io/api/optimizers/adam/), and [`compile(…, auto_scale_loss=False)`](https://keras.io/api/models/model_training_apis/) |
+# | `LossScaleOptimizer(optimizer, dynamic=False, initial_scale=128)` | [`Adam(…, loss_scale_factor=128)`](https://keras.io/api/optimizers/adam/), and [`compile(…, auto_scale_loss=False)`](https://keras.io/api/models/model_training_apis/); with this scale, no step is skipped |
 # | `optimizer.get_scaled_loss(loss)` | `optimizer.scale_loss(loss)` |
 # | `optimizer.get_unscaled_gradients(g)`, then `apply_gradients(zip(g, w))` | `optimizer.apply(g, w)`, which divides |
 #

@@ -76,6 +76,17 @@ def clipped_step():
     return [float(value) for value in keras.ops.convert_to_numpy(weight.value)]
 
 
+def fixed_scale():
+    """A loss of 1 times a fixed scale of 128, and a weight of 1 after a gradient of inf."""
+    import keras
+
+    optimizer = keras.optimizers.SGD(1.0, loss_scale_factor=128)
+    loss = float(optimizer.scale_loss(keras.ops.convert_to_tensor(1.0)))
+    weight = keras.Variable([1.0], dtype="float32")
+    optimizer.apply([keras.ops.convert_to_tensor([float("inf")])], [weight])
+    return loss, float(keras.ops.convert_to_numpy(weight.value)[0])
+
+
 def tensorflow_with_two_dtypes():
     """AMP0320: what TensorFlow prints for fp16 and fp32 in one op, and the result after a cast."""
     import tensorflow as tf
@@ -124,6 +135,7 @@ def cells_and_steps(code, x, y):
         "steps": steps_of_both(x, y),
         "resumed": resumed(x, y),
         "clipped": clipped_step(),
+        "fixed scale": fixed_scale(),
     }
 
 
@@ -163,7 +175,7 @@ def cells() -> list[nbformat.NotebookNode]:
 def on_both(cells) -> dict[str, dict]:
     """All that takes a Keras, in one process for each backend, since it takes long to start."""
     names = definitions(SOURCE)
-    needed = [loaded_before_keras, steps_of_both, resumed, clipped_step]
+    needed = [loaded_before_keras, steps_of_both, resumed, clipped_step, fixed_scale]
     needed += [tensorflow_with_two_dtypes]
     needed += [names[name] for name in ("new_net", "step_with_torch", "step_with_tensorflow")]
     given = {"x": torch.rand(16, 8, 8, 1), "y": torch.arange(16) % 10}
@@ -209,6 +221,13 @@ def test_what_the_kernel_shows_on_torch_holds_on_tensorflow(cells, on_both):
 def test_the_inner_optimizer_clips_gradients_that_are_divided_by_the_scale(on_both):
     for result in on_both.values():
         assert result["clipped"] == pytest.approx([-0.6, -0.8])  # (3, 4) to length 1
+
+
+@needs_keras
+@pytest.mark.weekly
+def test_a_fixed_scale_skips_no_step(on_both):
+    for result in on_both.values():
+        assert result["fixed scale"] == (128.0, -float("inf"))
 
 
 @needs_keras
