@@ -230,6 +230,12 @@ def test_a_profile_shows_the_kernel(backend, capsys):
     assert ("flash_attention" in printed) == (backend is SDPBackend.FLASH_ATTENTION)
 
 
+def test_the_table_names_ops_of_torch():
+    names = re.findall(r"`(_scaled_dot_product_\w+)`", PAGE)
+    assert len(names) == 4
+    assert all(hasattr(torch.ops.aten, name) for name in names)
+
+
 FIRST_ROW_HIDDEN = torch.ones(16, 16, dtype=torch.bool).tril()
 FIRST_ROW_HIDDEN[0] = False
 

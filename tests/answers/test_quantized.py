@@ -308,6 +308,24 @@ def test_preparing_for_kbit_training_casts_what_is_not_quantized(method):
     assert others == {torch.float32 if method == "bitsandbytes" else torch.bfloat16}
 
 
+@pytest.mark.filterwarnings("ignore")  # of the packages that PEFT imports
+def test_preparing_for_kbit_training_turns_on_gradient_checkpointing():
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    sizes = {"vocab_size": 8, "n_positions": 8, "n_embd": 8, "n_layer": 1, "n_head": 1}
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes))
+    model.is_loaded_in_4bit = True
+    assert peft.prepare_model_for_kbit_training(model).is_gradient_checkpointing
+
+
+@pytest.mark.parametrize("config", ["Int8WeightOnlyConfig", "Float8WeightOnlyConfig"])
+def test_weights_for_inference_have_no_gradients(config):
+    quantization = pytest.importorskip("torchao.quantization", reason="torchao is not installed")
+    model = Net()
+    quantization.quantize_(model, getattr(quantization, config)())
+    assert not model.first.weight.requires_grad
+
+
 def test_adapters_of_a_torchao_base_are_in_fp32_and_train():
     peft = pytest.importorskip("peft", reason="peft is not installed")
     quantization = pytest.importorskip("torchao.quantization", reason="torchao is not installed")
