@@ -23,8 +23,8 @@
 # - [Flash attention refuses fp32](#Flash-attention-refuses-fp32);
 # - [Attention finds no kernel](#Attention-finds-no-kernel).
 #
-# **What you need.** You need no GPU. This notebook is a reference, so read only the section that you
-# need. The [index](08_when_amp_breaks.ipynb) lists all failures. In the programs, `message_of` and
+# **What you need.** You need no GPU. This notebook is a reference, so read only the section about your
+# failure. The [index](08_when_amp_breaks.ipynb) lists all failures. In the programs, `message_of` and
 # `warnings_of` return the error message and the warnings of a call.
 
 # %% tags=["nbval-ignore-output"]
@@ -78,13 +78,13 @@ if torch.cuda.is_available():  # the real thing
         assert message in message_of(lambda: nn.BCELoss()(p, p))
 
 # %% [markdown]
-# **Why.** For a target of 1 and a probability p, the gradient of this loss is -1/p. For a small p, its size
-# exceeds 65504. Autocast therefore refuses the loss on CUDA and XPU, even if the inputs of the loss are fp32.
-# This is the reason that [PyTorch's documents](https://docs.pytorch.org/docs/stable/amp.html) give.
+# **Why.** For a target of 1 and a probability p, the gradient of this loss is -1/p. If p is in fp16, its
+# gradient is in fp16 too, and overflows for a small p. For this reason, autocast on CUDA and XPU [refuses the
+# loss](https://docs.pytorch.org/docs/stable/amp.html). It refuses fp32 inputs too.
 #
 # **The fix.** Remove the sigmoid, and pass the logits to `nn.BCEWithLogitsLoss`, which autocast computes in
 # fp32. The model then returns logits: use `logits.float().sigmoid()` wherever you need probabilities. If you
-# must keep the probabilities, compute them in the same way, from `logits.float()`, and compute the loss inside
+# must keep the probabilities, compute them in the same way, and compute the loss inside
 # `with torch.autocast("cuda", enabled=False):`. <!-- tests/notebooks/test_08f_ops_and_devices.py -->
 #
 # **Not this.** Do not pass probabilities to `nn.BCEWithLogitsLoss`, which applies a second sigmoid. The
@@ -155,22 +155,22 @@ with cuda_rules():
     print(message_of(lambda: torch.rand(2, device="cuda").half().quantile(0.5)))
 
 # %% [markdown]
-# **Why.** The op has no kernel for this dtype on this device. Under autocast, the input has 16 bits because
-# the layer before the op returns 16 bits, and autocast casts inputs only for the ops on its list.
+# **Why.** The op has no kernel for this dtype on this device. Under autocast, the op gets 16 bits from the
+# layer before it. Autocast casts the input back to fp32 only if the op is on its fp32 list.
 #
-# The list depends on the device. On a CPU it contains the quantile and the inverse, but not the determinant.
-# On CUDA it contains none of the three. <!-- tests/notebooks/test_08f_ops_and_devices.py -->
+# For example, the quantile and the inverse are on this list on a CPU, but not on CUDA. The determinant is on
+# neither list. <!-- tests/notebooks/test_08f_ops_and_devices.py -->
 #
 # **The fix.** Call `.float()` on the input of that one op, and cast the result back if the next layer needs
-# it. If the message stays, autocast casts the input again inside the op. Then also run the op inside
-# `with torch.autocast(device_type, enabled=False):`.
+# it.
 #
-# Autocast casts again if the op is on the 16-bit list, such as `torch.sparse.mm`, or if the op contains a
-# matrix multiplication, such as [`torch.pca_lowrank`](https://github.com/pytorch/pytorch/issues/99710).
+# If the message stays, the op probably is or contains a matrix multiplication, such as `torch.sparse.mm` or
+# [`torch.pca_lowrank`](https://github.com/pytorch/pytorch/issues/99710), and autocast casts its input to 16
+# bits again. Then also run the op inside `with torch.autocast(device_type, enabled=False):`.
 #
-# **Not this.** If a 16-bit matmul computes the matrix that you decompose, do not cast only this matrix.
-# Rounding has already changed its values, so a Gram or covariance matrix may no longer be positive definite.
-# Start the fp32 region before the matmul.
+# **Not this.** Do not compute a Gram or covariance matrix in 16 bits and cast it afterwards. Its values are
+# already rounded, so it may no longer be positive definite. Switch autocast off and call `.float()` before
+# the matmul.
 
 # %%
 for op in (torch.linalg.det, torch.linalg.inv):
@@ -188,8 +188,8 @@ assert "not positive-definite" in message_of(lambda: torch.linalg.cholesky(round
 assert torch.linalg.cholesky(data.T @ data).isfinite().all()
 
 # %% [markdown]
-# **Notice it earlier.** Run `amp-lab xray` on the model ([notebook 09](09_xray_your_model.ipynb)). To find a
-# missing kernel, such as the kernel of the determinant, pass `--real`.
+# **Notice it earlier.** Run `amp-lab xray` on the model ([notebook 09](09_xray_your_model.ipynb)). To also
+# find a missing kernel, such as that of the determinant, pass `--real`.
 # <!-- tests/remedies/test_dtype_remedies.py -->
 
 # %% [markdown]
@@ -226,11 +226,12 @@ print(message_of(lambda: np.from_dlpack(prediction)))
 # **The fix.** Convert to fp32 first: `prediction.detach().float().cpu().numpy()`. `tolist()` needs no
 # conversion.
 #
-# To keep every bit, view the tensor as 16-bit integers, and view the integers as bf16 on the way back. For
-# an array of `ml_dtypes.bfloat16`, for example from JAX, call `array.view(np.int16)`.
+# To keep every bit, view the tensor as 16-bit integers, and view the integers as bf16 on the way back. An
+# array of `ml_dtypes.bfloat16`, for example from JAX, becomes a tensor with
+# `torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)`.
 #
-# **Not this.** Do not convert with `.half().numpy()`: numbers over 65504 become infinite, and NumPy
-# continues to compute in fp16.
+# **Not this.** Do not convert with `.half().numpy()`: numbers of 65520 or more become infinite, and NumPy
+# then also computes in fp16.
 
 # %%
 assert prediction.float().numpy().dtype == "float32"
@@ -275,7 +276,8 @@ assert (prediction.half().numpy() + 1).dtype == "float16"
 # - `unsupported scalarType`
 # - `In MPS autocast, but the target dtype is not supported. Disabling autocast.`, or another device
 #
-# **The smallest program that does it.** We ask for autocast on `meta`, with and without a dtype, and for fp32 on MPS.
+# **The smallest program that does it.** We ask for autocast on `meta`, with and without a dtype, for a
+# `torch.device` instead of its type, and for fp32 on MPS.
 
 # %%
 print(message_of(lambda: torch.autocast("meta", dtype=torch.bfloat16)))
@@ -285,17 +287,18 @@ print(message_of(lambda: torch.autocast(torch.device("cpu"))))
 print(warnings_of(lambda: torch.autocast("mps", dtype=torch.float32)))
 
 # %% [markdown]
-# **Why.** `torch.autocast` takes the type of a device, such as `"cuda"`, `"cpu"`, `"mps"` or `"xpu"`. On a
-# CPU, MPS or XPU, the dtype has to be fp16 or bf16: with fp32, autocast warns and switches itself off. CUDA
-# also accepts fp32. <!-- tests/notebooks/test_08f_ops_and_devices.py -->
+# **Why.** `torch.autocast` takes the type of a device, such as `"cuda"`, `"cpu"`, `"mps"` or `"xpu"`. If this
+# type has no autocast, you get the first message, or the second if you name no dtype. On a CPU, MPS or XPU,
+# the dtype has to be fp16 or bf16: with fp32, autocast warns and switches itself off. CUDA also accepts
+# fp32. <!-- tests/notebooks/test_08f_ops_and_devices.py -->
 #
 # On AMD's GPUs the type is [`"cuda"`](https://docs.pytorch.org/docs/stable/notes/hip.html), not `"hip"`. MPS
 # has autocast for fp16 from torch 2.5 on, and for bf16 from 2.6 on
 # ([Accelerate](https://github.com/huggingface/accelerate/blob/main/src/accelerate/accelerator.py)).
 #
 # **The fix.** Pass `tensor.device.type`, not `str(tensor.device)`, and name the dtype. To run a block in
-# fp32, write `enabled=False`, not `dtype=torch.float32`. If the device may not support autocast, check
-# `torch.amp.is_autocast_available(device_type)` first, and skip the block if it is False.
+# fp32, write `enabled=False`, not `dtype=torch.float32`, and call `.float()` on its inputs. If the device may
+# not support autocast, check `torch.amp.is_autocast_available(device_type)` first.
 
 
 # %%
@@ -312,7 +315,8 @@ for device_type in ("meta", "cpu"):
 assert warnings_of(lambda: torch.autocast("mps", enabled=False)) == ""
 
 # %% [markdown]
-# **Not this.** Do not hide the warning with `warnings.filterwarnings("ignore")`: the block still runs in fp32.
+# **Not this.** Do not hide the warning with `warnings.filterwarnings("ignore")`. You would
+# then also miss it where autocast is off although you asked for 16 bits.
 
 
 # %% [markdown]
@@ -343,10 +347,13 @@ assert warnings_of(lambda: torch.autocast("mps", enabled=False)) == ""
 # ptxas bf16 support GPU Kaggle Colab RDNA Radeon LLVM fdot2"""
 # -->
 #
-# **What you see.** On a GPU before Ampere, you get one of these errors, or bf16 is no faster than fp32:
+# **What you see.** On a GPU without bf16, you get one of these errors, or bf16 is no faster than fp32:
 # - `Current CUDA Device does not support bfloat16. Please switch dtype to float16.`
 # - `CUBLAS_STATUS_NOT_SUPPORTED when calling`, followed by a function with `CUDA_R_16BF` among its arguments
-# - `Feature '.bf16' requires .target sm_80 or higher`, from Triton, which `torch.compile` uses
+#   ([on an M40](https://github.com/opendatalab/MinerU/issues/1508), [on a
+#   P100](https://github.com/pytorch/pytorch/issues/57773))
+# - `Feature '.bf16' requires .target sm_80 or higher`, from Triton, which `torch.compile` uses ([on a
+#   T4](https://github.com/unslothai/unsloth/issues/501))
 #
 # **The smallest program that does it.** We replace two functions of PyTorch, to imitate a GPU without bf16.
 
@@ -363,13 +370,9 @@ with without_bf16:
 # Radeon RX 5000 and RX 6000 do not [support
 # bf16](https://rocm.docs.amd.com/projects/HIP/en/docs-6.3.2/reference/hardware_features.html).
 #
-# Users report the cuBLAS error on [an M40](https://github.com/opendatalab/MinerU/issues/1508) and [a
-# P100](https://github.com/pytorch/pytorch/issues/57773), and the Triton error on [a
-# T4](https://github.com/unslothai/unsloth/issues/501).
-#
-# **The fix.** If the GPU is fast in fp16, use fp16, and train with a `GradScaler`. Otherwise use fp32, also if
-# the model was trained in bf16 and gives NaN in fp16
-# ([why](19_choose_your_precision.ipynb#Trained-in-bf16,-on-a-GPU-without-it)).
+# **The fix.** If the GPU is fast in fp16, use fp16, and train with a `GradScaler`. Use fp32 if the GPU is slow
+# in fp16, or if the model was trained in bf16 and [gives NaN in
+# fp16](19_choose_your_precision.ipynb#Trained-in-bf16,-on-a-GPU-without-it).
 
 # %%
 with without_bf16:
@@ -378,10 +381,10 @@ with without_bf16:
 # %% [markdown]
 # **Not this.** Do not choose bf16 because `torch.cuda.is_bf16_supported()` returns True: it also returns True
 # on a GPU that only emulates bf16. Pass `including_emulation=False`.
-# <!-- tests/notebooks/test_19_choose_your_precision.py --> On an AMD GPU, the function always returns True,
-# with this argument too ([an RX 6600](https://github.com/unslothai/unsloth/pull/7682)).
+# <!-- tests/notebooks/test_19_choose_your_precision.py --> On an AMD GPU, the function returns True even
+# then ([on an RX 6600](https://github.com/unslothai/unsloth/pull/7682)), so look into AMD's table, linked above.
 #
-# **Notice it earlier.** To measure which dtypes are fast on a device, run `amp-lab doctor`.
+# **Notice it earlier.** To measure which dtypes are fast on your GPU, run `amp-lab doctor`.
 # <!-- tests/core/test_device.py -->
 
 # %% [markdown]
@@ -428,26 +431,26 @@ if torch.cuda.is_available():
 # layer before. cuFFT has fp16 kernels only for sizes that are powers of two. A CPU has no 16-bit FFT
 # kernels. <!-- tests/notebooks/test_08f_ops_and_devices.py -->
 #
-# `torch.stft` calls the same kernels. On CUDA, its results for fp16 are complex numbers in 16 bits
-# (`ComplexHalf`), which have no matmul. <!-- tests/tracing/test_kernel_limits.py -->
+# `torch.stft` calls the same kernels. On CUDA, it turns fp16 into 16-bit complex numbers (`ComplexHalf`),
+# which have no matmul. <!-- tests/tracing/test_kernel_limits.py -->
 #
 # **The fix.** Call `.float()` on the input of the transform. Cast its real result, such as the power of the
 # spectrum, back to the dtype of the next layer.
 #
-# `model.half()` also casts buffers, such as the window and the filters of the transform. *After*
-# `model.half()`, call `.float()` on the module that computes the features.
+# `model.half()` also casts the buffers of a module that computes a spectrogram, such as its window. *After*
+# `model.half()`, call `.float()` on this module.
 # <!-- tests/notebooks/test_08f_ops_and_devices.py -->
 #
-# **Not this.** Do not pad the signal to a power of two only to stay in fp16: a power spectrum easily exceeds
-# 65504, even for 512 ones.
+# **Not this.** Do not pad the signal to a power of two only to stay in fp16. Powers easily become too large
+# for fp16: a signal of 512 ones already has a power of 262144.
 
 # %%
 assert torch.fft.rfft(signal.half().float()).dtype is torch.complex64
 assert torch.fft.rfft(torch.ones(512)).abs().square().max() > 65504
 
 # %% [markdown]
-# **Notice it earlier.** Search the model for `torch.fft` and `stft`, and run these parts, together with a
-# matmul that follows, in an fp32 block: `with torch.autocast(device_type, enabled=False):`.
+# **Notice it earlier.** Search the model for `torch.fft` and `stft`. Run these lines, and a matmul that follows
+# them, inside `with torch.autocast(device_type, enabled=False):`, with `.float()` on the input.
 
 # %% [markdown]
 # ## MPS has no float64
@@ -470,14 +473,13 @@ assert torch.fft.rfft(torch.ones(512)).abs().square().max() > 65504
 # Colab cuda works MacBook stops"""
 # -->
 #
-# **What you see.** On a Mac, moving a float64 tensor to the device raises
-# `Cannot convert a MPS Tensor to float64 dtype as the MPS framework doesn't support float64.` We quote it from
-# PyTorch's [source](https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/mps/EmptyTensor.cpp). On an
-# Intel Arc A, the message is `Required aspect fp64 is not supported on the device` ([a
-# report](https://github.com/intel/torch-xpu-ops/issues/1742)).
+# **What you see.** A float64 tensor on the device raises one of these messages:
+# - `Cannot convert a MPS Tensor to float64 dtype as the MPS framework doesn't support float64.`, on a Mac
+#   ([its source](https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/mps/EmptyTensor.cpp))
+# - `Required aspect fp64 is not supported on the device`, on an Intel Arc A ([a
+#   report](https://github.com/intel/torch-xpu-ops/issues/1742))
 #
-# **The smallest program that does it.** We send a NumPy array to the device. The array is float64, because
-# this is NumPy's default.
+# **The smallest program that does it.** We send a NumPy array to the device of a Mac.
 
 # %%
 weights = torch.from_numpy(np.ones(3))
@@ -491,7 +493,7 @@ if torch.backends.mps.is_available():
 # 142397](https://github.com/pytorch/pytorch/issues/142397)).
 #
 # **The fix.** Convert the tensor to fp32 before you move it: `torch.from_numpy(array).float().to("mps")`. In
-# the model, replace `.double()` and `dtype=torch.float64` by their fp32 forms.
+# the model, replace `.double()` by `.float()`, and `torch.float64` by `torch.float32`.
 
 # %%
 assert weights.dtype is torch.float64
@@ -536,12 +538,11 @@ print(f"v is {v.dtype}, q is {q.dtype}")
 assert q.dtype is torch.float32
 
 # %% [markdown]
-# **Why.** The kernel takes only fp16 and bf16, and autocast does not cast the inputs of this package. The
-# inputs are usually fp32 in one of two cases: an fp32 model runs without autocast, or a norm or a rotary
-# embedding before the kernel returns fp32.
+# **Why.** The kernel takes only fp16 and bf16, and autocast does not cast the inputs of this package. Usually,
+# an fp32 model runs without autocast, or a norm or a rotary embedding before the kernel returns fp32.
 #
-# **The fix.** Cast q, k and v to one 16-bit dtype right before the call, or call
-# `F.scaled_dot_product_attention`, for which autocast casts. For inference with transformers, load the model
+# **The fix.** Cast q, k and v to one 16-bit dtype right before the call. Or call
+# `F.scaled_dot_product_attention`, whose inputs autocast casts. For inference with transformers, load the model
 # in 16 bits: `from_pretrained(..., dtype=torch.bfloat16)` ([an example](https://github.com/QwenLM/Qwen3/issues/406)).
 
 # %%
@@ -550,9 +551,9 @@ with torch.autocast("cpu", dtype=torch.bfloat16):
     assert F.scaled_dot_product_attention(q, q, v).dtype is torch.bfloat16
 
 # %% [markdown]
-# **Not this.** Do not call `.half()` or `.bfloat16()` on a model that you train only to silence this message:
-# [small updates then round away](08b_learning.ipynb#Half-precision-weights-stop-moving). Train fp32 weights
-# under autocast.
+# **Not this.** Do not train a model after `.half()` or `.bfloat16()` only to silence this message: [small
+# updates then round away](08b_learning.ipynb#Half-precision-weights-stop-moving). Train fp32 weights under
+# autocast.
 
 
 # %% [markdown]
@@ -600,11 +601,12 @@ print(message_of(lambda: xray(FlashOnly(), tokens, dtype=torch.float32)).split("
 
 # %% [markdown]
 # **Why.** `sdpa_kernel` allows no kernel that supports this call. On NVIDIA GPUs, the
-# flash attention and cuDNN kernels support only fp16 and bf16, on Ampere or newer. Often one call of the model
-# runs outside autocast.
+# flash attention and cuDNN kernels support only fp16 and bf16, on Ampere or newer. If training works, the
+# cause is often a call outside autocast, such as the evaluation, which passes fp32.
 #
-# **The fix.** Run the call under autocast, or cast q, k and v to fp16 or bf16. If you need fp32, or the GPU is
-# older than Ampere, also allow `SDPBackend.MATH`, which has none of these limits.
+# **The fix.** Run the call under autocast, or cast q, k and v to fp16 or bf16. If you need fp32, also allow
+# `SDPBackend.EFFICIENT_ATTENTION`. If no other kernel supports your call, allow `SDPBackend.MATH`, which takes
+# every dtype.
 # <!-- tests/tracing/test_kernel_limits.py -->
 
 # %%
