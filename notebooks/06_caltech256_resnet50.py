@@ -22,8 +22,8 @@
 # **What you need.** [Notebook 04](04_fp32_vs_amp.ipynb), for the AMP step. You need no GPU and no data
 # set: if Caltech-256 is missing, the notebook generates pictures.
 #
-# The task comes from a tutorial, *Automatic mixed precision training using PyTorch*. Its author had a GTX
-# 1060 with 6 GB, 26,802 training images and 2,978 test images. The tutorial reports, for ten epochs:
+# The task comes from a tutorial, *Automatic mixed precision training using PyTorch*. On a GPU with 6 GB
+# and with 26,802 training images, it reports for ten epochs:
 #
 # | | time | accuracy |
 # |---|---|---|
@@ -77,7 +77,7 @@ with torch.device("meta"):
 #
 # We use the images of Caltech-256 if they are in `data/`, and pretrained weights if torchvision has them in
 # its cache. Without the images, the notebook generates pictures. Without the weights, it starts from random
-# weights. To fetch both, set `DOWNLOAD` to `True`.
+# weights. To fetch both, set `DOWNLOAD` to `True`. <!-- tests/train/data/test_downloads.py -->
 
 # %% tags=["nbval-ignore-output"]
 DOWNLOAD = False  # True: fetch 1.2 GB of photographs and 98 MB of weights where they are missing
@@ -132,10 +132,10 @@ assert len(changed) == 3 * 53  # mean, variance and a counter, in each of 53 bat
 
 # %% [markdown]
 # The running averages of all 53 batch normalisations have changed. In training mode, batch normalisation
-# [uses the statistics of the
+# by default [uses the statistics of the
 # batch](https://docs.pytorch.org/docs/stable/generated/torch.nn.BatchNorm2d.html) and updates its
 # averages, even if `requires_grad` is off. To keep the averages, put the backbone into evaluation mode
-# (exercise 3).
+# (exercise 3). <!-- tests/notebooks/test_exercises.py -->
 #
 # ## Train in each precision
 #
@@ -203,8 +203,8 @@ for precision in precisions:
     assert abs(accuracy - fp32_accuracy) <= 3 * 2**0.5 * error
 
 # %% [markdown]
-# The percentage beside a loss is the difference from FP32. An accuracy of 25 % is chance for the four
-# classes of the generated pictures.
+# The percentage beside a loss is the difference from FP32. An accuracy of 25 % is chance for four
+# classes.
 #
 # One run of each precision cannot show whether a few percent come from the precision or from chance.
 #
@@ -221,8 +221,9 @@ assert steps_at == {256: 1050, 512: 530}
 #
 # ## Count the memory of a step
 #
-# Why did FP32 not fit at batch 512? We count bytes. A `TorchDispatchMode` sees each operation that
-# PyTorch runs and the tensors that it returns. Our mode keeps a dictionary of the storages (blocks of
+# Why did FP32 not fit at batch 512? We count bytes. A
+# [`TorchDispatchMode`](https://docs.pytorch.org/docs/stable/notes/extending.html) sees each operation that
+# PyTorch runs inside it and the tensors that it returns. Our mode keeps a dictionary of the storages (blocks of
 # memory) of these tensors. An entry disappears when its storage is freed. After each operation, the
 # mode adds up the bytes of all entries, and it remembers the largest sum.
 # <!-- tests/notebooks/test_06_caltech256_resnet50.py -->
@@ -251,8 +252,8 @@ class LiveTensors(TorchDispatchMode):
 
 
 # %% [markdown]
-# We count two steps of a new network on random images, because the optimizer allocates its state only at
-# the end of the first step.
+# We count two steps of a new network on random images, because AdamW allocates its state only at the end
+# of the first step. <!-- tests/notebooks/test_06_caltech256_resnet50.py -->
 
 
 # %%
@@ -271,7 +272,9 @@ def two_steps(batch_size, dtype, device, *, image_size=224, freeze=True):
 
 
 # %% [markdown]
-# A real step at batch 512 would take gigabytes, so we use *fake tensors*. Under `FakeTensorMode` a layer
+# A real step at batch 512 would take gigabytes, so we use [*fake
+# tensors*](https://docs.pytorch.org/docs/stable/user_guide/torch_compiler/torch.compiler_fake_tensor.html).
+# Under `FakeTensorMode` a layer
 # returns a tensor with the right shape and dtype, but PyTorch neither allocates nor computes its
 # numbers. The function `peak` counts two training steps on fake tensors.
 
@@ -350,6 +353,7 @@ _ = figures.memory_by_dtype(
 # - images, weights and optimizer state, all in fp32;
 # - weight gradients, also in fp32;
 # - the positions of the maxima in max pooling, which are int64 in both bars.
+# <!-- tests/notebooks/test_exercises.py -->
 #
 # We delete the generated pictures:
 
@@ -359,7 +363,7 @@ workspace.cleanup()  # deletes generated pictures
 # %% [markdown]
 # ## Summary
 #
-# - Autograd saves no activations of a frozen backbone. In our counts, freezing the backbone saves far
+# - Here, autograd saves no activations of the frozen backbone. In our counts, freezing the backbone saves far
 #   more memory than AMP does. In training mode, the running averages still change.
 # - Here, AMP halves most activations. Weights, optimizer state and images stay fp32.
 # - A dispatch mode under `FakeTensorMode` counts the memory of a step that does not fit into your
@@ -492,7 +496,7 @@ exercises.check_halved(halved)
 # ```
 #
 # You created the images and the weights in fp32. Gradients and AdamW's moments have the dtype of their
-# weight. Only the activations are results of ops under autocast.
+# weight. Only the activations are results of ops under autocast. <!-- tests/notebooks/test_exercises.py -->
 #
 # </details>
 #

@@ -15,7 +15,7 @@
 # **What you'll learn.**
 # - the one rule behind most recipes: know whether the gradients are scaled when your code reads them;
 # - which parts of a loop need no change under AMP;
-# - what a missing line does, because most raise no error.
+# - what a missing line does.
 #
 # **What you need.** [Notebook 02](02_autocast_dtypes.ipynb) for `torch.autocast` and [notebook
 # 03](03_grad_scaler_step_by_step.ipynb) for `GradScaler`. You need no GPU. Run the cells up to the first
@@ -72,10 +72,11 @@ assert math.isclose(clipped_first.norm(), 0.1 / 65536, rel_tol=1e-6)
 # - **Code that reads gradients belongs after `unscale_`.**
 # - **Code that computes gradients starts from `scaler.scale(…)`.**
 # - Code that reads only weights needs no change, because autocast leaves the weights in fp32.
+# <!-- tests/notebooks/test_07_training_recipes.py -->
 #
 # ## The setting
 #
-# We train a small network on five small batches, so that even fp16 on a CPU is quick.
+# We train a small network on five small batches.
 
 # %%
 problem = recipes.SmallProblem(device)
@@ -108,7 +109,7 @@ def train_amp(model, optimizer, scaler, dtype):
 # ## How a recipe is checked
 #
 # `check_same` trains one network with the fp32 loop, and with the AMP loop in fp16 and in bf16. Then it
-# compares how far every weight has moved. We allow four roundings: a relative difference of 1/512 in
+# compares how far the weights have moved. We allow four roundings: a relative difference of 1/512 in
 # fp16 and 1/64 in bf16.
 
 # %%
@@ -402,7 +403,7 @@ assert message == "Attempting to unscale FP16 gradients."
 # ## Summary
 #
 # Code that computes gradients starts from `scaler.scale(…)`. Code that reads gradients comes after
-# `unscale_`.
+# `unscale_`. <!-- tests/notebooks/test_07_training_recipes.py -->
 #
 # | recipe | what AMP adds | what goes wrong without it |
 # |---|---|---|
@@ -569,6 +570,7 @@ exercises.check_after_unscale(after_unscale)
 # ```
 #
 # A gradient of zero stays zero when it is divided, and an average of the weights does not read gradients.
+# <!-- tests/notebooks/test_exercises.py -->
 #
 # </details>
 #

@@ -61,7 +61,7 @@ assert [row.dtype for row in result.rows] == [torch.float16, torch.float32, torc
 
 # %% [markdown]
 # The linear layer (`addmm`) runs in fp16, the norm and the softmax in fp32. `xray` found this without
-# computing a single number.
+# computing a single number. <!-- tests/tracing/test_xray.py -->
 #
 # ## A short tracer
 #
@@ -71,6 +71,7 @@ assert [row.dtype for row in result.rows] == [torch.float16, torch.float32, torc
 # [dispatcher](https://docs.pytorch.org/devlogs/dispatcher/2026-04-16-how-does-the-dispatcher-work/) sends
 # an op through autocast and autograd to a kernel. A `TorchDispatchMode` sees each op right before its
 # kernel. Autocast has inserted its casts before, so the mode sees them as ops named `_to_copy`.
+# <!-- tests/notebooks/test_09_xray_your_model.py -->
 
 # %%
 SHORT = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
@@ -174,7 +175,7 @@ assert tracer.rows == trace_on("cpu", net, images.shape)
 xray(net, images, device_type="cuda")
 
 # %% [markdown]
-# The table has a line for each module that computes. `work` is the module's share of the arithmetic in
+# This table has a line for each module that computes. `work` is the module's share of the arithmetic in
 # matmuls and convolutions, and `work in` is the dtype of this work. `other ops in` is the dtype of the
 # other ops. <!-- tests/tracing/test_xray_result.py -->
 #
@@ -274,7 +275,8 @@ assert casts["ResNet-50", "mps"] > 2 * casts["ResNet-50", "cuda"]
 # %% [markdown]
 # ## The surprise in cross-entropy
 #
-# On CUDA's list, `log_softmax` and `nll_loss` run in fp32. By default, `F.cross_entropy` of class indices is
+# On [CUDA's list](https://docs.pytorch.org/docs/stable/amp.html#autocast-op-reference), `log_softmax` and
+# `nll_loss` run in fp32. By default, `F.cross_entropy` of class indices is
 # [`log_softmax` followed by
 # `nll_loss`](https://docs.pytorch.org/docs/stable/generated/torch.nn.CrossEntropyLoss.html). Yet the
 # figure shows `_log_softmax` in fp16. We trace `F.cross_entropy` on fp16 logits, first without and then
@@ -315,7 +317,8 @@ for backend in BACKENDS:
 # change this
 # argument](https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/autocast_mode.h), so the result is
 # rounded to fp16. Then autocast casts the rounded values to fp32 for `nll_loss`, so the dtype of the loss
-# hides the rounding. The CPU's list contains cross-entropy itself, so there the logits are cast first. To
+# hides the rounding. The [CPU's
+# list](https://docs.pytorch.org/docs/stable/amp.html#autocast-op-reference) contains cross-entropy itself, so there the logits are cast first. To
 # avoid the rounding, call **`.float()` on the logits.**
 #
 # ## Will it fit?
@@ -419,8 +422,8 @@ planted
 # - Autocast decides by the op, the dtypes and the type of the device. So fake tensors show its decisions
 #   for a device that you do not have.
 # - On MPS, `batch_norm` stays in fp32, and so does an LSTM layer with an fp32 input.
-# - Under autocast on CUDA, XPU and MPS, `F.cross_entropy` on fp16 logits rounds its `log_softmax` to fp16
-#   and still returns fp32. Give it `logits.float()`.
+# - Under autocast on CUDA, XPU and MPS, `F.cross_entropy` of class indices on fp16 logits rounds its
+#   `log_softmax` to fp16 and still returns fp32. Give it `logits.float()`.
 # - In our forecast, AMP makes the activations smaller, but not weights, gradients and optimizer state.
 #
 # Next, [notebook 10](10_speed_ladder.ipynb) makes a step faster, one change at a time.
@@ -440,7 +443,7 @@ exercises = checks_of("09_xray_your_model")
 #
 # An fp32 input passes through `nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4),
 # nn.LayerNorm(4))`. How many casts does autocast insert on CUDA in this forward pass? Work it out on
-# paper. The check then calls `xray`.
+# paper.
 
 # %%
 number_of_casts = ...
@@ -497,6 +500,7 @@ exercises.check_casts_up(casts_up)
 # ```
 #
 # Compare the name too, because an op such as a sum may also take fp16 and return fp32.
+# <!-- tests/notebooks/test_09_xray_your_model.py -->
 #
 # </details>
 #
@@ -528,7 +532,7 @@ exercises.check_precise_loss(precise_loss)
 # ```
 #
 # `F.nll_loss(F.log_softmax(logits, -1), target)` is right on CUDA as well: without `dtype=`, `log_softmax`
-# follows autocast's list.
+# follows autocast's list. <!-- tests/notebooks/test_09_xray_your_model.py -->
 #
 # </details>
 #

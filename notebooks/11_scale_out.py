@@ -72,9 +72,9 @@ assert off[torch.float32, 64] < 1e-6
 assert 1e-3 < off[torch.bfloat16, 2] < off[torch.bfloat16, 64]
 
 # %% [markdown]
-# In fp32, the average over equal parts equals the gradient of the whole batch up to rounding, because
-# only the order of the sum differs. In bf16, each addition rounds again, so the error grows with the
-# number of ranks. With several devices, you therefore choose one more dtype: the one in which the
+# Here, in fp32, the average over equal parts equals the gradient of the whole batch up to rounding,
+# because only the order of the sum differs. In bf16, each addition rounds again, so the error grows with
+# the number of ranks. With several devices, you therefore choose one more dtype: the one in which the
 # gradients are sent and added up.
 #
 # ## One process
@@ -360,9 +360,9 @@ assert fsdp_bytes == 16 / most
 # ## One decision about the loss scale
 #
 # With fp16, every rank has its own `GradScaler`, which decides whether to skip the step. If the scalers
-# decide differently, the ranks train different models from then on. To see what makes them agree, we put an
-# infinity only on the last rank: into its batch, or into its gradient after all communication. We do this
-# with DDP and with FSDP2. Before you run this: in which of the four cases does the first rank *not* skip?
+# decide differently with DDP, the ranks train different models from then on. To see what makes them
+# agree, we put an infinity only on the last rank: into its batch, or into its gradient after all
+# communication. We do this with DDP and with FSDP2. Before you run this: in which of the four cases does the first rank *not* skip?
 
 
 # %%
@@ -402,6 +402,7 @@ assert decided[0]["DDP", "gradient"][1] == []
 #
 # [Several machines](../docs/several_machines.md) has the commands: `amp-lab train` under torchrun, and
 # `amp-lab xray … --parallel fsdp`, which lists the dtypes of each parameter.
+# <!-- tests/cli/test_tracing_commands.py -->
 #
 # ## Save on four, resume on two (optional)
 #
@@ -463,7 +464,7 @@ assert abs(before - found[False]) > 0.1  # it had a different model before
 
 # %% [markdown]
 # After loading, the two processes have the loss of the saved model. With fp16, also save the scaler's
-# `state_dict()`, and load it on every rank.
+# `state_dict()`, and load it on every rank. <!-- tests/notebooks/test_11_scale_out.py -->
 #
 # ## Summary
 #
@@ -614,8 +615,8 @@ exercises.check_loss_of_all(loss_of_all)
 #     return sum(sums) / sum(samples)
 # ```
 #
-# Training has the same problem if the ranks have batches of different sizes, because DDP averages the
-# gradients of all ranks with equal weights.
+# Training with DDP has the same problem if the ranks have batches of different sizes, because DDP [takes
+# the mean](https://docs.pytorch.org/docs/stable/notes/ddp.html) of all ranks' gradients.
 #
 # </details>
 #

@@ -80,3 +80,24 @@ def test_live_tensors_are_counted_once_and_until_they_are_freed(notebook):
     assert live.peak_bytes == 8000
     assert Counter(live.peak) == {((1000,), torch.float32, 4000): 2}
     assert sum(size for _, _, size in live.live.values()) == 6000
+
+
+def test_adamw_has_no_state_before_the_end_of_its_first_step():
+    """Why the notebook counts two steps."""
+    model = tiny_model()
+    optimizer = torch.optim.AdamW(model[-1].parameters())
+    model(torch.ones(2, 3, 6, 6)).sum().backward()
+    assert not optimizer.state
+    optimizer.step()
+    assert {moment.dtype for s in optimizer.state.values() for moment in s.values()} == {
+        torch.float32
+    }
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_only_the_head_saves_for_backward_if_the_rest_is_frozen(frozen):
+    model, saved = tiny_model().requires_grad_(not frozen), []
+    model[-1].requires_grad_(True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.shape) or t, id):
+        model(torch.ones(2, 3, 6, 6))
+    assert (set(saved) == {(2, 4)}) == frozen

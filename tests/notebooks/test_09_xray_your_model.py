@@ -91,3 +91,18 @@ def test_cross_entropy_rounds_on_cuda_unless_given_floats(notebook):
     dtype_of = notebook["log_softmax_dtype"]
     assert dtype_of("cuda", notebook["plain"]) == ("fp16", "fp32")
     assert dtype_of("cuda", notebook["on_floats"]) == ("fp32", "fp32")
+
+
+def test_the_two_ops_of_cross_entropy_called_one_by_one_are_in_fp32_on_cuda(notebook):
+    def two_ops(logits, target):
+        return torch.nn.functional.nll_loss(logits.log_softmax(-1), target)
+
+    assert notebook["log_softmax_dtype"]("cuda", two_ops) == ("fp32", "fp32")
+
+
+def test_a_sum_on_cuda_takes_fp16_and_returns_fp32(notebook):
+    with notebook["rules_of"]("cuda"):
+        values = torch.empty(4, dtype=torch.float16, device="cuda")
+        with notebook["Tracer"]() as tracer:
+            values.sum()
+    assert tracer.rows == [("sum", ("fp16",), ("fp32",))]
