@@ -10,11 +10,11 @@
 # # Climb from FP32 towards the limit of your hardware
 #
 # **What you'll do.** Take the training step of [notebook 04](04_fp32_vs_amp.ipynb) and make it faster,
-# one change at a time. We call each change a *rung*. First you compute how fast the step can become on
-# your device. Then you time each rung and compare it with that limit.
+# one change at a time. We call each change a *rung*. First you compute a limit: the shortest time that the
+# step can take on your device. Then you time each rung and compare its time with this limit.
 #
 # **What you'll learn.**
-# - how to compute a limit for the time of a step from its FLOPs;
+# - how to compute the limit, the shortest possible time of a step, from its FLOPs;
 # - what each rung changes: precision, memory format, optimizer or compiler;
 # - why a step takes longer than its limit;
 # - when AMP makes a step slower, and from which size on AMP makes a step faster.
@@ -84,7 +84,7 @@ print(f"device {device}, {scale} scale: from fp32 to {low}")
 assert low.dtype.itemsize == 2
 
 # %% [markdown]
-# ## The limit: what can this device do?
+# ## The peak rates: what can this device do?
 #
 # A device has a peak rate for computing and a peak rate for moving data. We measure the computing rate
 # with a large matmul in each precision, and the data rate with copies and sums of large tensors.
@@ -119,8 +119,8 @@ assert 0.98 < 12 * pixels * hidden**2 / flops <= 1  # nearly all in the two midd
 # %% [markdown]
 # ## Predict the speed-up
 #
-# The *limit* of the step is the time that its matmuls alone would take at the measured rate. We
-# compute it for fp32 and the 16-bit precision, and also for bf16 if that precision is fp16:
+# The *limit* of the step is the time that its matmuls alone would take at the measured peak rate. We
+# compute the limit for fp32 and the 16-bit precision, and also for bf16 if that precision is fp16:
 
 # %% tags=["nbval-ignore-output"]
 floor_ms = {p: 1e3 * flops / limits.flops_per_s[p] for p in ("fp32", low, "bf16")}
@@ -312,7 +312,7 @@ assert moved_bytes["AMP"] < moved_bytes["plain"]
 # %% [markdown]
 # Autocast makes the activations and their gradients half as large, so AMP moves about half the bytes.
 #
-# The **roofline** shows the limits of computing and of moving data in one figure. The horizontal axis is
+# The **roofline** shows the peak rates of computing and of moving data in one figure. The horizontal axis is
 # the number of FLOPs for each byte moved. The vertical axis is the FLOP/s reached. Each line is the highest
 # possible rate of a device that computes and moves data from and to memory at the same time. Under the slope
 # of a line, moving the data takes longer than computing. Under the flat part, computing takes longer.
@@ -400,8 +400,8 @@ _ = figures.speedup_over_size(config["sizes"], {str(low): by_size})
 #
 # ## Summary
 #
-# - Count first. The FLOPs of the matmuls divided by the measured FLOP/s give a limit for the time of a
-#   step.
+# - Count first. The limit, the shortest time of a step, is the FLOPs of its matmuls divided by the
+#   measured peak rate.
 # - A 16-bit precision makes large matmuls faster on hardware that accelerates it.
 # - Channels last, a fused optimizer, not reading the loss and `torch.compile` take a line or two each.
 #   Time them on your device.
@@ -477,7 +477,7 @@ exercises.check_least_ms(least_ms)
 #     return 1e3 * max(flops / flops_per_s, nbytes / bytes_per_s)
 # ```
 #
-# Both must end, so the slower of the two sets the limit.
+# Both must end, so the step takes at least as long as the slower of the two.
 #
 # </details>
 #

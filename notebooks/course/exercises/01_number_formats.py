@@ -20,7 +20,7 @@ def check_first_missing(number: int) -> str:
     need(
         held != number,
         f"bf16 does hold {number:g}: it is a multiple of the spacing there. Look for the first "
-        "number that is not.",
+        "number that is no multiple of the spacing.",
     )
     whole = torch.arange(1.0, 1025.0)
     first = int(whole[whole.bfloat16().float() != whole][0])

@@ -38,7 +38,7 @@ def check_dtypes(dtypes: list[str]) -> str:
     )
     for name, given, found in zip(_REASONS, dtypes, right, strict=True):
         need(given == found, f"`{name}` is not {given}. Think again: {_REASONS[name]}")
-    return "The matmul lowers, the mixed sum and the loss are fp32, and `e` keeps what `a` has."
+    return "The matmul lowers, the mixed sum and the loss are fp32, and `e` has the dtype of `a`."
 
 
 @exercise

@@ -138,7 +138,7 @@ def check_resumed(resume: Callable[..., Any]) -> str:
     )
     need(
         found["_growth_tracker"] == 4 and found["growth_interval"] == 5,
-        "The scale is right, but the number of good steps or the growth interval is lost, so that "
-        "it doubles in another step than the old one would have.",
+        "The scale is right, but the number of good steps or the growth interval is lost, so "
+        "the new scaler doubles its scale in another step than the old scaler.",
     )
-    return "Scale, growth interval and the number of good steps so far are what they were."
+    return "The scale, the growth interval and the number of good steps have not changed."

@@ -38,10 +38,13 @@ def check_largest_value(value: int) -> str:
 _CASES = {
     "the equal losses": (
         "AMP0026",
-        "Which tensor would have to change in each step, and does not?",
+        "Which tensor should change in each step, but stays the same?",
     ),
     "the clipped run": ("AMP0015", "What multiplies the gradients when the norm is that large?"),
-    "the NaN in evaluation": ("AMP0007", "What does evaluation read that training does not?"),
+    "the NaN in evaluation": (
+        "AMP0007",
+        "Which tensors are used in evaluation, but not in training?",
+    ),
 }
 
 

@@ -67,8 +67,8 @@ def check_casts_up(count: Callable[..., Any]) -> str:
     )
     need(
         found == len(right),
-        f"Of {len(_ROWS)} rows yours counts {found!r}. Casts from bf16 to fp32 count as those from "
-        "fp16 do, and each dtype is in a tuple.",
+        f"Of {len(_ROWS)} rows yours counts {found!r}. Count casts from bf16 to fp32, too. Each "
+        "dtype is in a tuple.",
     )
     need(count([]) == 0, "For no rows at all it should return 0.")
     return f"{found} of these {len(_ROWS)} rows are casts that go up."

@@ -1,4 +1,4 @@
-"""Checks for notebook 10, Climb from FP32 to the limit of your hardware."""
+"""Checks for notebook 10, Climb from FP32 towards the limit of your hardware."""
 
 import math
 from collections.abc import Callable
@@ -54,7 +54,7 @@ def check_least_ms(least_ms: Callable[..., Any]) -> str:
         need(
             not math.isclose(found, compute + move),
             f"{given} your answer is {found:g}, the sum of both. Computing and moving can go on at "
-            "the same time, so the sum is no lower limit.",
+            "the same time, so a step can take less time than the sum.",
         )
         need(
             not math.isclose(found, min(compute, move)),
@@ -65,7 +65,7 @@ def check_least_ms(least_ms: Callable[..., Any]) -> str:
             f"{given} computing takes {compute:g} ms and moving {move:g} ms; your answer of "
             f"{found:g} does not follow from them.",
         )
-    return "The slower of the two sets the limit: that is what the roofline draws."
+    return "A step takes at least as long as the slower of the two. The roofline shows this."
 
 
 @exercise
@@ -83,7 +83,7 @@ def check_to_channels_last(convert: Callable[..., Any]) -> str:
     need(
         new_images.is_contiguous(memory_format=torch.channels_last),
         f"The images' strides are {new_images.stride()}: from one channel to the next it should "
-        "be 1. A tensor's `to` leaves the tensor as it is, and returns another.",
+        "be 1. A tensor's `to` returns a new tensor and does not change the old one.",
     )
     need(
         new_model.weight.is_contiguous(memory_format=torch.channels_last),
@@ -91,7 +91,7 @@ def check_to_channels_last(convert: Callable[..., Any]) -> str:
         f"{new_model.weight.stride()}.",
     )
     need(torch.allclose(new_model(new_images), output, atol=1e-5), "The output has changed.")
-    return "The shape and the output are what they were, and the channels lie side by side."
+    return "The shape and the output have not changed, and the channels lie side by side."
 
 
 @exercise
@@ -110,4 +110,4 @@ def check_pays_from(size: int) -> str:
         intervals[before][0] <= 1,
         f"AMP does pay from {size} on, but a smaller size has an interval above 1 as well.",
     )
-    return "From there on every interval lies above 1. Below it one of them does not."
+    return "From there on, every interval lies above 1. The interval of size 32 reaches below 1."

@@ -36,8 +36,8 @@ def check_momentum_bytes(o2: float, autocast: float) -> str:
     )
     need(
         o2 == in_fp16 + in_fp32,
-        f"O2 did not hold {o2} bytes. Count a weight and a gradient in fp16, and beside them all "
-        "that an fp32 training with this optimizer has.",
+        f"O2 did not hold {o2} bytes. Count a weight and a gradient in fp16. Add everything that "
+        "training in fp32 stores with this optimizer.",
     )
     return f"O2 held {o2} bytes for each parameter, and autocast holds {autocast}."
 
@@ -61,10 +61,10 @@ def check_moved_scaler(scaler: torch.amp.GradScaler) -> str:
     need(scaler.get_scale() == 1024, f"Its scale is {scaler.get_scale():g}, and not 1024.")
     need(
         scaler.get_growth_interval() == 500,
-        f"The scale is right, but it would grow after {scaler.get_growth_interval()} good steps "
-        "where the old one did after 500.",
+        f"The scale is right, but it would grow after {scaler.get_growth_interval()} good steps. "
+        "The scale of Apex grew after 500.",
     )
-    return "It begins at 1024 and grows after 500 good steps, as the old one did."
+    return "The scale begins at 1024 and grows after 500 good steps, like the scale of Apex."
 
 
 def _scales_with(update: Callable[..., Any], gradients: list[float]) -> list[float]:
@@ -104,7 +104,7 @@ def check_limits(update: Callable[..., Any]) -> str:
     )
     need(
         falling[-1] == 2.0**24,
-        "Once it was held at a limit the scale no longer moves as it should: after a good step "
+        "After the scale was held at a limit, it is wrong: after a good step "
         f"it is 2^{math.log2(falling[-1]):g} instead of 2^24.",
     )
     return "The scale rises to the highest and falls to the lowest, and no further."

@@ -167,7 +167,7 @@ def check_mended_step(step: Callable[..., Any]) -> str:
         overflowing.scaler.get_scale() == 512,
         "In fp16 the scale is not halved by an overflow: `update` is missing, or called twice.",
     )
-    return "In fp16, bf16 and fp32 the step does what it should, and an overflow is skipped."
+    return "The step is correct in fp16, bf16 and fp32, and skips an overflow."
 
 
 @exercise

@@ -77,7 +77,7 @@ def check_block_scales(block_scales: Callable[[torch.Tensor], Any]) -> str:
     )
     need(
         bool((largest > 3).all()),
-        f"A row reaches only {float(largest.min()):.3g} of 6: half the scale would do.",
+        f"A row reaches only {float(largest.min()):.3g} of 6: half the scale is enough.",
     )
     return "Each row reaches between 3 and 6, so that at most one bit of range is lost."
 

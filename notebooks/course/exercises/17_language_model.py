@@ -72,7 +72,7 @@ def check_merge(merge: Callable[[Tensor, Tensor, Tensor, float], Any]) -> str:
     weight = torch.randn(32, 32).bfloat16()
     up, down, scaling = torch.randn(32, 4) * 0.01, torch.randn(4, 32) * 0.1, 2.0
     found = call(merge, weight, up, down, scaling)
-    need(found.dtype is torch.bfloat16, "The merged weight has to be bf16, as the base is.")
+    need(found.dtype is torch.bfloat16, "The merged weight has to be bf16, like the base.")
     right = (weight.float() + scaling * (up @ down)).bfloat16()
     need(
         not torch.equal(found, (weight.float() + up @ down).bfloat16()),

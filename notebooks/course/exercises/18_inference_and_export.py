@@ -82,7 +82,7 @@ def check_predict(predict: Callable[[nn.Module, torch.Tensor], Any]) -> str:
 
 @exercise
 def check_fold(fold: Callable[[nn.Conv2d, nn.BatchNorm2d], Any]) -> str:
-    """One convolution that does what a convolution and a batch norm do."""
+    """One convolution that computes the same as a convolution and a batch norm."""
     torch.manual_seed(0)
     convolution, norm = nn.Conv2d(3, 4, 3, bias=False), nn.BatchNorm2d(4).eval()
     with torch.no_grad():
@@ -107,7 +107,7 @@ def check_fold(fold: Callable[[nn.Conv2d, nn.BatchNorm2d], Any]) -> str:
         )
     need(
         float(slope.abs().max()) < 1e-4,
-        "The weight is another one than norm and convolution together have: look at the factor.",
+        "The weight differs from that of convolution and norm together: look at the factor.",
     )
     need(
         float(off.max()) < 1e-4,

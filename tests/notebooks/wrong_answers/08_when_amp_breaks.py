@@ -7,9 +7,9 @@ WRONG_ANSWERS = {
         ("largest_value = 128", "Go higher"),
     ],
     "check_diagnosis": [
-        ('codes = ("AMP0003", "AMP0015", "AMP0007")', "have to change in each step"),
+        ('codes = ("AMP0003", "AMP0015", "AMP0007")', "should change in each step"),
         ('codes = ("AMP0026", "AMP0016", "AMP0007")', "multiplies the gradients"),
-        ('codes = ("AMP0026", "AMP0015", "AMP0001")', "evaluation read"),
+        ('codes = ("AMP0026", "AMP0015", "AMP0001")', "used in evaluation"),
     ],
     "check_masked": [
         (

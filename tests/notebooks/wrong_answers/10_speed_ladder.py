@@ -30,7 +30,7 @@ WRONG_ANSWERS = {
         (
             f"def to_channels_last(model, images):\n    model.to({_LAST})\n"
             f"    images.to({_LAST})\n    return model, images",
-            "returns another",
+            "returns a new tensor",
         ),
         (
             f"def to_channels_last(model, images):\n    model.to({_LAST})\n"
