@@ -62,8 +62,8 @@ _KEEP_MEMORY = remedy(
 _MADE_INSIDE = remedy(
     "advise.made_inside",
     "weights and inputs are cast, and the model raises because it creates fp32 tensors",
-    "weights and inputs are in {dtype} here, but a tensor inside the model is not. If the model "
-    "creates or casts this tensor, add x.to(torch.{dtype})",
+    "weights and inputs are in {dtype} here, but a tensor inside the model has another dtype. "
+    "If the model creates or casts this tensor, add x.to(torch.{dtype})",
     failure="AMP0060",
 )
 _NEW_BYTES_PER_S = 2e9  # rate of new memory from the operating system: 1 to 5 µs for 4 KiB

@@ -23,7 +23,7 @@ from amp_lab.core.remedies import remedy
 FORM = "PACKAGE.MODULE:CALLABLE"
 _GUARD = remedy(
     "cli.guard_script",
-    "a file defines the model and then fails, as a script that trains on import may",
+    "a file defines the model and then fails, such as a script that trains on import",
     "line {line} of {file} runs when the file is imported: put this line, and other code that "
     '{name} does not need, under if __name__ == "__main__":',
 )
@@ -138,7 +138,7 @@ def _is_required(parameter: inspect.Parameter) -> bool:
 def _format_error(error: BaseException) -> str:
     """The error in a line, as the end of a sentence."""
     if isinstance(error, SystemExit):
-        cure = "remove the call that does, such as exit() or parse_args()"
+        cure = "remove the call to exit(), parse_args() or another function that ends the process"
         return f"the code ends the process ({with_type(error)}): {cure}"
     return with_type(error)
 

@@ -41,7 +41,7 @@ def hopper_matmul(left: Tensor, right: Tensor, *, fast_accum: bool = True) -> Te
             fp32.
 
     Returns:
-        The sums (rows, columns) in fp32, before any scale.
+        The sums (rows, columns) in fp32. They are not multiplied by scales.
 
     Raises:
         NumericsError: If a tensor has another dtype, is not a matrix, or if the lengths differ.

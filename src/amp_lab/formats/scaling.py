@@ -23,7 +23,8 @@ _SCALES_OF_8_BITS = ("e4m3", "e8m0")
 class Format:
     """How a tensor is stored below 16 bits: an element for each value, and shared scales.
 
-    `block` is the number of rows and of columns that share a scale. 0 stands for all of them:
+    `block` is the number of rows and of columns that share a scale. Write 0 for all rows or all
+    columns:
 
     - ``(0, 0)`` is one scale for the tensor,
     - ``(1, 0)`` is one for each row,
@@ -42,7 +43,8 @@ class Format:
     - `matmul` is the name of the format in the `matmuls` of GPUs (see `core.gpus`).
     - `torchao` is the name of torchao's recipe. Forecasts of times and the code for torchao need
       this name.
-    - `gradient` names the format to which this recipe rounds gradients, if that format differs.
+    - `gradient` is the name of the format of gradients. If it is empty, gradients use this format
+      too.
     - `rank` is the place of the format in the recommendations of `rehearse`. Formats that libraries
       have considered safe for longest come first.
     """

@@ -202,8 +202,8 @@ _WEIGHTS_GREW = nonfinite_remedy(
     "A weight reaches {weight:.3g}, which is unusually large. If an optimizer step made it so "
     "large, bf16 or fp32 does not help: the step was too big. If the loss is scaled without a "
     "GradScaler, check that every gradient is divided by the loss scale before optimizer.step(), "
-    "in all parameter groups. Adam hides a forgotten division, SGD does not. Otherwise, lower the "
-    "learning rate, and load weights from before this step.",
+    "in all parameter groups. Adam hides a forgotten division, but with SGD the steps become too "
+    "large. Otherwise, lower the learning rate, and load weights from before this step.",
     failure="AMP0131",
 )
 _IN_BF16 = f"{_OVERFLOW} (model.bfloat16() and bf16 inputs)"

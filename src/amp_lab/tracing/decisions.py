@@ -197,7 +197,7 @@ class Replay:
         if not self._decisions.is_finite:
             raise OtherCourse(
                 f"the trace checks for inf or NaN in {_decision_place(module)}, but the run on "
-                "the CPU does not, and its outputs are not finite"
+                "the CPU has no such check, and its outputs are not finite"
             )
         self._assumed_count += 1
         return if_finite

@@ -113,8 +113,8 @@ def forecast_inference(
         DeviceError: If the device type does not exist.
 
     Source:
-        The forward pass runs on fake tensors. Each storage counts from its allocation until it is
-        freed.
+        The forward pass runs on fake tensors. A storage is counted from its allocation until it
+        is freed.
 
     Example:
         model = nn.Sequential(nn.Linear(512, 2048), nn.ReLU(), nn.Linear(2048, 10)).eval()

@@ -341,7 +341,7 @@ def _growth_remarks(counts: list[int | None], passes: str) -> list[str]:
         return [f"The cache does not grow linearly with the tokens ({passes})."]
     if not any(counts):
         kinds = "a static cache, a full sliding window or a state"
-        return [f"The cache has the same size with {passes}, as {kinds} has."]
+        return [f"The cache has the same size with {passes}, like {kinds}."]
     remarks = [f"The size per token is the difference between passes with {passes}."]
     fixed_count = counts.count(0)
     if fixed_count:

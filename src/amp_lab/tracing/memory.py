@@ -78,7 +78,8 @@ def forecast_memory(
         DeviceError: If the device type does not exist.
 
     Source:
-        The step runs on fake tensors. Each storage counts from its allocation until it is freed.
+        The step runs on fake tensors. A storage is counted from its allocation until it is
+        freed.
 
     Example:
         model = nn.Sequential(nn.Linear(512, 2048), nn.ReLU(), nn.Linear(2048, 10))

@@ -139,8 +139,8 @@ class MemoryForecast(Printed):
     optimizer: int  # bytes of the state that the optimizer keeps from step to step
     activations: int
     """Saved activations: the tensors that autograd keeps for the backward pass, at the end of the
-    forward pass. They include inputs that the backward pass needs. Each storage counts once.
-    Parameters and their casts do not count."""
+    forward pass. They include inputs that the backward pass needs. Each storage is counted
+    once. Parameters and their casts are not counted."""
     cast_cache: int  # bytes of weights in low precision that autocast keeps until its block ends
     cast_kept: int  # bytes of `cast_cache` that autograd keeps after the block
     phases: dict[str, int]  # peak bytes in "forward", "backward" and "optimizer"

@@ -26,18 +26,18 @@ _SOFTMAX = {"_softmax", "_log_softmax", "_safe_softmax"}
 _LOSS_IN_LOW_PRECISION = remedy(
     "xray.loss_in_low_precision",
     "an op of the loss runs in fp16 or bf16",
-    "{where}: its {op} {what}. Compute the loss outside autocast, from output.float().",
+    "{where}: {op} {what}. Compute the loss outside autocast, from output.float().",
 )
 _LOSS_IN_THE_MODEL = remedy(
     "xray.loss_in_the_model",
     "the model computes its loss itself, partly in fp16 or bf16, and also returns logits",
-    "{where}: its {op} {what}, inside the model. Call the model without targets, and compute the "
+    "{where}: {op} inside the model {what}. Call the model without targets, and compute the "
     "loss outside autocast from its output{place}, cast with .float().",
 )
 _LOSS_ALONE = remedy(
     "xray.loss_alone",
     "the model computes its loss itself, partly in fp16 or bf16, and returns no logits",
-    "{where}: its {op} {what}, inside the model. Return the inputs of the loss from the model, "
+    "{where}: {op} inside the model {what}. Return the inputs of the loss from the model, "
     "and compute the loss outside autocast, from output.float().",
 )
 _NO_RULE = remedy(

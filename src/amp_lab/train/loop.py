@@ -288,7 +288,7 @@ def fit(
     Args:
         model: The model. It must already be on its device.
         train_batches: A function of an epoch and a batch number, both counted from 0. It returns
-            the batches of this epoch, beginning with this number, in a form that `Batch` describes.
+            the batches of this epoch, starting with this batch, in a form that `Batch` describes.
         epochs: The total number of epochs, including finished epochs. Training ends earlier if
             `after_step` returns true.
         test_batches: A function that returns the batches for the evaluation after each epoch.

@@ -12,8 +12,8 @@ TRIGGERS = ("abric .setup", "accumulate .clip_grad_", "keep_fp32_wrapper")
 _SETUP_UNUSED = remedy(
     "migrate.setup_unused",
     "the result of fabric.setup is not used",
-    "setup returns a new model that runs under autocast; the old one does not: write "
-    "{model} = {call}",
+    "setup returns a new model that runs under autocast; the old model runs without autocast: "
+    "write {model} = {call}",
     failure="AMP0292",
 )
 _CLIPPED_EACH_BATCH = remedy(

@@ -142,6 +142,7 @@ _METADATA_GLOBALS = {(metadata.__name__, name) for name in _METADATA_NAMES} | {
     ("pathlib", "WindowsPath"),
     ("pathlib._local", "WindowsPath"),
 }
+_NOT_ALLOWED = "which is not allowed in this file"
 
 
 def _getattr_of_memory_format(owner: type, name: str) -> metadata._MEM_FORMAT_ENCODING:
@@ -150,7 +151,7 @@ def _getattr_of_memory_format(owner: type, name: str) -> metadata._MEM_FORMAT_EN
     It works for the only enum in torch's .metadata, and raises `UnpicklingError` for other classes.
     """
     if owner is not metadata._MEM_FORMAT_ENCODING:
-        raise pickle.UnpicklingError(f"the file refers to {name!r} of {owner!r}")
+        raise pickle.UnpicklingError(f".metadata would load {name!r} of {owner!r}, {_NOT_ALLOWED}")
     return metadata._MEM_FORMAT_ENCODING[name]
 
 
@@ -167,7 +168,7 @@ class _MetadataUnpickler(pickle.Unpickler):
             dtype = vars(torch).get(name)
             if isinstance(dtype, torch.dtype):
                 return dtype
-        raise pickle.UnpicklingError(f"the file refers to {module}.{name}")
+        raise pickle.UnpicklingError(f".metadata would load {module}.{name}, {_NOT_ALLOWED}")
 
 
 class _SafeReader(dcp.FileSystemReader):

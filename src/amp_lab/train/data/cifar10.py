@@ -153,7 +153,8 @@ class _DataUnpickler(pickle.Unpickler):
         module_in_numpy_1 = module.replace("._core", ".core")  # NumPy 2 renamed numpy.core
         if (module_in_numpy_1, name) in _ARRAY_GLOBALS:
             return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"the file refers to {module}.{name}")
+        problem = f"it would load {module}.{name}, which CIFAR-10 files do not use"
+        raise pickle.UnpicklingError(problem)
 
 
 def _require_data_only(path: Path, md5: str) -> None:

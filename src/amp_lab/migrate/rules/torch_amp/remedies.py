@@ -67,8 +67,8 @@ ATTRIBUTE = remedy(
 DELETED = remedy(
     "migrate.deleted",
     "the code deletes an old name after use",
-    "this line deletes the name: write torch.amp.{name} where the name is used, "
-    "and delete this line",
+    "this line deletes the old name {old}: write torch.amp.{name} in the lines that use the old "
+    "name, and delete this line",
 )
 COMPARED = remedy(
     "migrate.compared",
