@@ -200,8 +200,8 @@ assert weight.grad.dtype is weight.dtype is torch.float32
 # ## Nest and disable autocast
 #
 # You can nest autocast blocks. A region that needs the precision or the range of fp32 goes into a block
-# with `enabled=False`, which we call an *fp32 island*. Before you run this: which of the two matmuls on
-# this island runs in fp32?
+# with `enabled=False`, which we call an *fp32 island*. Before you run this: which of the two matmuls in
+# the `enabled=False` block runs in fp32?
 
 # %%
 with torch.autocast(device.type, dtype=low):
@@ -214,9 +214,9 @@ print(f"careless {careless.dtype}, careful {careful.dtype}, back in the block {b
 assert (careless.dtype, careful.dtype, back.dtype) == (low, torch.float32, low)
 
 # %% [markdown]
-# Only the second matmul runs in fp32. The island only switches *casting* off, so low-precision inputs are
-# still multiplied in low precision. **An island needs `.float()` on its inputs.** The matmul after
-# the island needs no cast, because autocast casts its inputs again.
+# Only the second matmul runs in fp32. `enabled=False` only switches *casting* off, so low-precision inputs
+# are still multiplied in low precision. **An fp32 island needs `.float()` on its inputs.** The matmul after
+# the `enabled=False` block needs no cast, because autocast casts its inputs again.
 #
 # ## The cache of weight casts
 #
@@ -464,8 +464,8 @@ exercises.check_island(square_in_fp32)
 #         return matrix.float() @ matrix.float()
 # ```
 #
-# You need both: without `.float()` a bf16 matrix is multiplied in bf16, and without the island autocast
-# would cast the fp32 matrices down again.
+# You need both changes: without `.float()`, a bf16 matrix is multiplied in bf16. Without `enabled=False`,
+# autocast would cast the fp32 matrices down again.
 #
 # </details>
 #

@@ -213,7 +213,7 @@ print(f"the seeds of fp32 differ by up to {(fp32_final.max() - fp32_final.min())
 # A difference that is smaller than the spread may be chance. To find such a difference, subtract the
 # losses of two runs with the same seed, as in the third exercise.
 #
-# We let the networks of the first seed draw the picture.
+# We plot the picture that each network predicts. We use the networks trained with the first seed:
 
 
 # %% tags=["nbval-ignore-output"]

@@ -103,8 +103,8 @@ def train_amp(model, optimizer, scaler, dtype):
 # %% [markdown]
 # Only fp16 needs the scaler. For bf16 we
 # [disable](https://github.com/pytorch/pytorch/blob/main/torch/amp/grad_scaler.py) it: then `scale`
-# returns the loss unchanged, and `step` only calls `optimizer.step()`. So one function serves both, with
-# `scaler = torch.amp.GradScaler(device.type, enabled=dtype is torch.float16)`.
+# returns the loss unchanged, and `step` only calls `optimizer.step()`. So one training loop works for fp16
+# and for bf16. Create its scaler with `torch.amp.GradScaler(device.type, enabled=dtype is torch.float16)`.
 #
 # ## How a recipe is checked
 #
@@ -498,8 +498,8 @@ exercises.check_group_step(group_step)
 #
 # ### 3. Correct the schedule
 #
-# `end_of_step` should call `scheduler.step()` only if the scaler did not skip the step. This version
-# always calls it. Find the mistake and write the correct function.
+# `end_of_step` should call `scheduler.step()`, but not after a skipped step. This version always calls
+# `scheduler.step()`. Find the mistake and write the correct function.
 #
 # ```python
 # def end_of_step(optimizer, scaler, scheduler):

@@ -491,7 +491,7 @@ exercises.check_masked(mask_scores)
 # ### 4. Keep the schedule with the training
 #
 # Complete `advance`, which is called after `scaler.step(optimizer)`. It should update the scaler.
-# Then it should call `scheduler.step()`, but only if the scaler did not skip the optimizer's step.
+# Then it should call `scheduler.step()`, but not after a skipped step.
 
 
 # %%

@@ -86,8 +86,8 @@ assert halves[halves >= 0].tolist() == [0, 0.5, 1, 1.5, 2, 3, 4, 6]
 # ## The values that share a scale
 #
 # Here, the largest value determines the scale. If one value is much larger than the others, the small
-# values that share its scale may become zero. So each format says which values share a scale: a whole
-# tensor, a row, or a *block* (neighbours in a row). *MX* (microscaling) is an [open
+# values that share its scale may become zero. Each format therefore defines which values share a scale: a
+# whole tensor, a row, or a *block* (neighbours in a row). *MX* (microscaling) is an [open
 # standard](https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf), NVFP4 is
 # [NVIDIA's](https://arxiv.org/abs/2509.25149):
 #
@@ -278,8 +278,8 @@ for name, values in last.items():
 _ = figures.loss_from_fp32(losses)
 
 # %% [markdown]
-# The figure shows how much higher each smoothed loss is than that of fp32: the mean of three seeds, with
-# bars for their range. The grey band is the range of the fp32 loss around its mean.
+# For each format, the figure shows the smoothed loss minus the smoothed fp32 loss with the same seed. Lines
+# are the mean over three seeds, and bars show the range. The grey band is the range of the fp32 loss around its mean.
 #
 # Here, FP8 and MXFP8 learn as well as fp32. The four-bit formats learn slightly less. FP8 without a scale
 # learns much less. We check the printed losses:

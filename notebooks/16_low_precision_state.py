@@ -261,8 +261,8 @@ for cured in ("bf16, stochastic", "bf16, Kahan", "bf16, masters"):
     assert lag < 0.1 * (min(at_the_end(losses["bf16, nearest"])) - of_fp32)
 
 # %% [markdown]
-# The figure shows how much higher each loss is than that of fp32 with the same seed: the mean over three
-# seeds, and bars for their range. The grey band is the range of the fp32 loss over the seeds. With rounding
+# For each way, the figure shows the loss minus the fp32 loss with the same seed. Lines are the mean over
+# three seeds, and bars show the range. The grey band is the range of the fp32 loss over the seeds. With rounding
 # to nearest, the network with bf16 weights learns far more slowly than in fp32. With the three other ways
 # it learns about as fast as in fp32.
 #

@@ -192,8 +192,9 @@ assert refused
 #
 # ## What torch.compile changes
 #
-# `torch.compile` compiles a function at its first call. It can compile again when a call does not fit the compiled
-# code. We count the compilations with a backend that only collects the graphs that it gets:
+# `torch.compile` compiles a function at its first call. It may recompile the function for a later call,
+# for example if the inputs have another shape. We count the compilations with a backend that only collects the
+# graphs that it gets:
 
 
 # %%
