@@ -281,7 +281,8 @@ assert v.grad.isnan().all()
 # -->
 #
 # **What you see.** `generate` or `torch.multinomial` raises ``probability tensor contains either `inf`, `nan` or
-# element < 0``. Without sampling, the text can be one repeated token, such as `!!!!`.
+# element < 0``. Without sampling, the text can be one repeated token, such as
+# `!!!!` ([report](https://github.com/QwenLM/Qwen3/issues/761)).
 #
 # **The smallest program that does it.** We sample from logits that overflow in fp16.
 

@@ -563,8 +563,9 @@ assert 0.1 < (stored.float() == 0).float().mean() < 0.2
 # as additions, and does not promote FP8 to other dtypes. <!-- tests/notebooks/test_08b_learning.py --> The positive numbers of the E4M3 format range from 0.002 to 448, so without a
 # scale small weights become zero.
 #
-# **The fix.** Use a library that stores a scale with each FP8 weight, such as torchao. To scale by hand, divide
-# the weight by `scale = weight.abs().max() / 448` before the cast. Before the matmul, cast the weight back to
+# **The fix.** Use a library that stores a scale with each FP8 weight, such as
+# [torchao](https://github.com/pytorch/ao/blob/main/torchao/quantization/quantize_/workflows/float8/float8_tensor.py).
+# To scale by hand, divide the weight by `scale = weight.abs().max() / 448` before the cast. Before the matmul, cast the weight back to
 # the dtype of the input and multiply it by `scale`.
 
 

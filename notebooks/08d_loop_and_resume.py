@@ -491,6 +491,7 @@ print(message[message.index(refused) :].partition(" Please")[0])
 #
 # **The fix.** Save `scaler.state_dict()`, and load it with `scaler.load_state_dict`. Load your old file
 # once with `weights_only=False`, and save it again with `scaler.state_dict()`.
+# <!-- tests/notebooks/test_08d_loop_and_resume.py -->
 
 # %%
 state = saved_and_loaded({"scaler": scaler.state_dict(), "dtype": torch.float16})
