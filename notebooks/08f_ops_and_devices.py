@@ -315,8 +315,8 @@ for device_type in ("meta", "cpu"):
 assert warnings_of(lambda: torch.autocast("mps", enabled=False)) == ""
 
 # %% [markdown]
-# **Not this.** Do not hide the warning with `warnings.filterwarnings("ignore")`. You would
-# then also miss it where autocast is off although you asked for 16 bits.
+# **Not this.** Do not hide the warning with `warnings.filterwarnings("ignore")`. Otherwise you
+# may not notice that autocast is off in a block that should run in 16 bits.
 
 
 # %% [markdown]
@@ -600,14 +600,13 @@ tokens = torch.rand(1, 2, 16, 64)  # batch, heads, tokens, features
 print(message_of(lambda: xray(FlashOnly(), tokens, dtype=torch.float32)).split(";")[0])
 
 # %% [markdown]
-# **Why.** `sdpa_kernel` allows no kernel that supports this call. On NVIDIA GPUs, the
-# flash attention and cuDNN kernels support only fp16 and bf16, on Ampere or newer. If training works, the
-# cause is often a call outside autocast, such as the evaluation, which passes fp32.
+# **Why.** `sdpa_kernel` allows no kernel that supports this call. On NVIDIA GPUs, the flash attention and cuDNN
+# kernels support only fp16 and bf16, on Ampere or newer. If training works, the cause is often a call outside
+# autocast, such as the evaluation, which passes fp32.
 #
 # **The fix.** Run the call under autocast, or cast q, k and v to fp16 or bf16. If you need fp32, also allow
-# `SDPBackend.EFFICIENT_ATTENTION`. If no other kernel supports your call, allow `SDPBackend.MATH`, which takes
-# every dtype.
-# <!-- tests/tracing/test_kernel_limits.py -->
+# `SDPBackend.EFFICIENT_ATTENTION`. If no other kernel supports your call, allow `SDPBackend.MATH`, which has
+# none of these limits. <!-- tests/tracing/test_kernel_limits.py -->
 
 # %%
 assert not xray(FlashOnly(), tokens, dtype=torch.bfloat16).raised
