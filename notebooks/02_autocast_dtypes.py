@@ -220,8 +220,8 @@ assert (careless.dtype, careful.dtype, back.dtype) == (low, torch.float32, low)
 #
 # ## The cache of weight casts
 #
-# If a block uses a weight five times, one cast is enough. In training, autocast keeps the cast of a trained
-# fp32 weight until the outermost block ends. <!-- tests/notebooks/test_02_autocast_dtypes.py -->
+# If a block uses a weight five times, one cast is enough. In training, autocast by default keeps the cast of
+# a trained fp32 weight until the outermost block ends. <!-- tests/notebooks/test_02_autocast_dtypes.py -->
 #
 # We count the casts for a trained weight with and without the cache, for a frozen weight, and for a weight
 # that is computed from another tensor.

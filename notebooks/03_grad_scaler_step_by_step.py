@@ -240,16 +240,16 @@ check(layer, -0.7756, -2.9002)
 
 # %% [markdown]
 # The scaler skipped two steps, because 2^17 and 2^16 are too large for fp16 and made the gradients
-# infinite. In a skipped step the parameters do not change and the scale halves. At 2^15 the gradients
-# are finite, so training continues. **A skipped step is not an error. Skipping is how the scaler finds
-# its scale.** As a rule of thumb, a few skipped steps at the start and one now and then are normal. If
-# the scale keeps falling, see [notebook 08b](08b_learning.ipynb#The-loss-scale-falls-towards-0).
+# infinite. In a skipped step the parameters do not change and by default the scale halves. At 2^15 the
+# gradients are finite, so training continues. **A skipped step is not an error. Skipping is how the scaler
+# finds its scale.** As a rule of thumb, a few skipped steps at the start and one now and then are normal.
+# If the scale keeps falling, see [notebook 08b](08b_learning.ipynb#The-loss-scale-falls-towards-0).
 #
 # ## Growth: after enough good steps, the scale doubles
 #
 # If the scale could only fall, one unlucky batch could leave it too low for good. So the scaler also
-# tries larger scales. It doubles the scale after `growth_interval` good steps in a row (2000 by default,
-# 3 here).
+# tries larger scales. By default, it doubles the scale after 2000 good steps in a row. We set
+# `growth_interval` to 3.
 
 # %%
 layer, x, optimizer = make()

@@ -237,16 +237,17 @@ for picture in pictures.values():
 #
 # Next we measure how long a training step takes. `compare` times functions against each other:
 #
-# - It first calls each function once to warm up. Then it works in rounds, in which every function has one
-#   turn. Before and after each turn, it waits until the device has finished.
+# - It first calls each function to warm up. Then it works in rounds, in which every function has one turn.
+#   Before and after each turn, it waits until the device has finished.
 # - Every second round runs in reverse order, so a drift of the machine affects all functions alike.
 # - It leaves out rounds that another program disturbs. If too few rounds remain, the result says
 #   *not reliable*.
 # - It computes the speed-up within each round, and reports the median with its 95 % interval in
 #   brackets. <!-- tests/core/test_timing.py -->
 #
-# `is_possible` checks that no time is shorter than the device allows. It divides the step's floating-point
-# operations (FLOP) by the time, and compares the result with the rate of a matmul on this device.
+# `is_possible` checks that no time is shorter than the device allows, unless the machine was busy. It divides
+# the step's floating-point operations (FLOP) by the time, and compares the result with the rate of a matmul
+# on this device.
 # <!-- tests/notebooks/test_04_fp32_vs_amp.py -->
 #
 # Before you run this: how much faster do you expect the step to be in 16 bits?

@@ -276,7 +276,7 @@ def in_mode(precision, function):
 
 
 # %% [markdown]
-# We run all layers of a kind, forward and backward, on images of 64x64 pixels. Only four of the 52
+# We run all convolutions of a kind, forward and backward, on images of 64x64 pixels. Only four of the 52
 # convolutions are depthwise with stride 2. Before you run this: how much of the time can these four
 # take?
 
@@ -296,7 +296,7 @@ assert list(kind_times) == list(KINDS)
 # above a hatched bar is the speed-up of autocast, so a number below 1x means that autocast is slower.
 #
 # On the CPU of this run, autocast makes the depthwise layers slower. The four with stride 2 alone lose
-# more time than all other layers gain.
+# more time than all other convolutions gain.
 #
 # ## Resume: to the last bit
 #
