@@ -63,7 +63,7 @@ for name, operations, numbers in (
 # ## The settings
 #
 # The plain step runs in FP32. The rungs use the 16-bit precision that `amp-lab doctor` recommends for
-# this device, or bf16 if it recommends none.
+# this device, or bf16 if it recommends none. <!-- tests/core/test_device.py -->
 #
 # On a Linux CPU, we also call `keep_memory()`. Without this call, glibc returns the memory of large
 # freed tensors [to the operating system](https://man7.org/linux/man-pages/man3/mallopt.3.html), and
@@ -87,7 +87,7 @@ assert low.dtype.itemsize == 2
 # ## The peak rates: what can this device do?
 #
 # A device has a peak rate for computing and a peak rate for moving data. We measure the computing rate
-# with a large matmul in each precision, and the data rate with copies and sums of large tensors.
+# with matmuls in each precision, and the data rate with copies and sums of large tensors.
 
 # %% tags=["nbval-ignore-output"]
 limits = measure_ceilings(device)
@@ -138,7 +138,7 @@ if limits.trusted and low == recommended:
 # For each rung, we write a function that does one step and returns the loss. Before we time a rung,
 # `add` checks that training still works: the losses of the first five steps may differ by at most 6 %
 # from those of FP32. As in notebook 04, `float32_mode` turns TF32 off for FP32.
-# <!-- tests/core/test_precision.py -->
+# <!-- tests/notebooks/test_10_speed_ladder.py, tests/core/test_precision.py -->
 
 # %%
 rungs, losses = {}, {}
@@ -209,7 +209,8 @@ def amp_step(model, optimizer, inputs, target, read_loss=True):
 assert add("AMP", low, amp_step(*new_model(), inputs, target)) > 0  # it rounds, unlike FP32
 
 # %% [markdown]
-# **Rung 2: channels last.** By default, PyTorch stores an image channel by channel, in the order N, C,
+# **Rung 2: channels last.** By default, PyTorch stores an image [channel by
+# channel](https://docs.pytorch.org/tutorials/intermediate/memory_format_tutorial.html), in the order N, C,
 # H, W. A 1x1 convolution is a matmul over the channels of each pixel. This matmul can be faster if these
 # channels are next to each other in memory, in the order N, H, W, C.
 
@@ -310,12 +311,14 @@ for name, step in steps.items():
 assert moved_bytes["AMP"] < moved_bytes["plain"]
 
 # %% [markdown]
-# Autocast makes the activations and their gradients half as large, so AMP moves about half the bytes.
+# Here, autocast makes the activations and their gradients half as large, so AMP moves about half the
+# bytes.
 #
-# The **roofline** shows the peak rates of computing and of moving data in one figure. The horizontal axis is
-# the number of FLOPs for each byte moved. The vertical axis is the FLOP/s reached. Each line is the highest
-# possible rate of a device that computes and moves data from and to memory at the same time. Under the slope
-# of a line, moving the data takes longer than computing. Under the flat part, computing takes longer.
+# The **[roofline](https://doi.org/10.1145/1498765.1498785)** shows the peak rates of computing and of moving
+# data in one figure. The horizontal axis is the number of FLOPs for each byte moved. The vertical axis is
+# the FLOP/s reached. Each line is the highest possible rate of a device that computes and moves data from
+# and to memory at the same time. Under the slope of a line, moving the data takes longer than computing.
+# Under the flat part, computing takes longer.
 
 # %% tags=["nbval-ignore-output"]
 points = []
