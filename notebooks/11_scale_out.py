@@ -485,6 +485,7 @@ assert abs(before - found[False]) > 0.1  # it had a different model before
 #
 # Replace the dots with your answer and run the cell. It says whether the answer is right and, if not,
 # why. A hint and a solution are folded below each exercise. None of them starts a process.
+# <!-- tests/notebooks/test_exercises.py -->
 
 # %%
 from course.exercises import checks_of
