@@ -23,9 +23,10 @@
 # - [Training is fine but evaluation is NaN](#Training-is-fine-but-evaluation-is-NaN);
 # - [Anomaly detection stops at a harmless overflow](#Anomaly-detection-stops-at-a-harmless-overflow).
 #
-# **What you need.** You need no GPU. This notebook is a reference, so read only the section that you
-# need. The [index](08_when_amp_breaks.ipynb) lists all failures. In the programs, `make` returns a
-# model and its optimizer, and `message_of` returns the message of the error that a call raises.
+# **What you need.** You need no GPU. This notebook is a reference, so read only the section that you need.
+# The [index](08_when_amp_breaks.ipynb) lists all failures. The code of a failure, such as `AMP0015`,
+# stands below its heading. In the programs, `make` returns a model and its optimizer, and `message_of`
+# returns the message of the error that a call raises.
 
 # %% tags=["nbval-ignore-output"]
 import math

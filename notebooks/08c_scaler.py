@@ -21,10 +21,10 @@
 # - [The optimizer needs a closure](#The-optimizer-needs-a-closure);
 # - [The scheduler warns that it came before the optimizer](#The-scheduler-warns-that-it-came-before-the-optimizer).
 #
-# **What you need.** You need no GPU. This notebook is a reference, so read only the section that you
-# need. The [index](08_when_amp_breaks.ipynb) lists all failures. In the programs, `make` returns a
-# model and its optimizer, `message_of` returns the message of the error that a call raises, and
-# `warnings_of` returns its warnings.
+# **What you need.** You need no GPU. This notebook is a reference, so read only the section that you need.
+# The [index](08_when_amp_breaks.ipynb) lists all failures. The code of a failure, such as `AMP0015`,
+# stands below its heading. In the programs, `make` returns a model and its optimizer, `message_of` returns
+# the message of the error that a call raises, and `warnings_of` returns its warnings.
 
 # %% tags=["nbval-ignore-output"]
 import math

@@ -21,11 +21,11 @@
 # - [fp16 and bf16 are mixed in one model](#fp16-and-bf16-are-mixed-in-one-model);
 # - [The input is float64 or an integer](#The-input-is-float64-or-an-integer).
 #
-# **What you need.** You need no GPU. This notebook is a reference, so read only the section that you need. The
-# [index](08_when_amp_breaks.ipynb) lists all failures.
-#
-# **The names of dtypes.** Here, *half precision* means fp16 or bf16. In the messages, `Half` is only fp16,
-# `Float` is fp32, `Double` is float64, `Long` is int64 and `Byte` is uint8. <!-- tests/notebooks/test_08e_dtypes.py -->
+# **What you need.** You need no GPU. This notebook is a reference, so read only the section that you need.
+# The [index](08_when_amp_breaks.ipynb) lists all failures. The code of a failure, such as `AMP0015`,
+# stands below its heading.  **The names of dtypes.** Here, *half precision* means fp16 or bf16. In the
+# messages, `Half` is only fp16, `Float` is fp32, `Double` is float64, `Long` is int64 and `Byte` is uint8.
+# <!-- tests/notebooks/test_08e_dtypes.py -->
 
 # %% tags=["nbval-ignore-output"]
 
