@@ -397,8 +397,8 @@ assert "Expected to have finished reduction in the prior iteration" in unused
 
 # %% [markdown]
 # **Why.** DDP averages a group of gradients [when all of them are
-# ready](https://docs.pytorch.org/docs/stable/notes/ddp.html). If a parameter gets no gradient, its group
-# is never ready, so the next step raises this error.
+# ready](https://docs.pytorch.org/docs/stable/notes/ddp.html). By default, if a parameter gets no gradient,
+# its group is never ready, so the next step raises this error.
 #
 # **The fix.** Remove the layers that the loss does not use, or freeze them with `requires_grad_(False)`
 # before you create the DDP model. If the unused layers change from step to step, pass
