@@ -50,8 +50,8 @@ names = {fp32: "fp32", fp16: "fp16", bf16: "bf16"}
 # %% [markdown]
 # ## The idea in five lines
 #
-# At its default level, O1, [Apex](https://nvidia.github.io/apex/amp.html#properties) replaced functions
-# such as `F.linear` with versions that cast their inputs to fp16 first. We make these casts by hand, and
+# [Apex](https://nvidia.github.io/apex/amp.html#properties) had four optimization levels. At its default
+# level, O1, functions such as `F.linear` first cast their inputs to fp16. We make these casts by hand, and
 # then let autocast make them. Before you run the cell: how many of the outputs will differ?
 
 # %%
@@ -64,12 +64,12 @@ print(f"{(today != as_apex_did).sum()} of {today.numel()} outputs differ")
 assert torch.equal(today, as_apex_did)
 
 # %% [markdown]
-# None of the outputs differ. So to move your code, you mostly replace names.
+# No output differs. So you mostly replace names when you move your code.
 #
 # ## The names, then and now
 #
-# Apex removed its `amp` [in 2025](https://github.com/NVIDIA/apex/pull/1896). These names of torch
-# replace those of Apex:
+# Apex removed its `amp` [in 2025](https://github.com/NVIDIA/apex/pull/1896). Replace its names
+# with these names of torch:
 #
 # | Apex | today |
 # |---|---|
@@ -79,13 +79,13 @@ assert torch.equal(today, as_apex_did)
 # | `amp.master_params(optimizer)` | the optimizer's parameters, such as `model.parameters()`, after `scaler.unscale_` |
 # | `amp.state_dict()` | `scaler.state_dict()` |
 # | `amp.disable_casts()` | `torch.autocast(…, enabled=False)` |
-# | `amp.float_function`, `amp.half_function` | `torch.autocast(…, enabled=False)` in the function, and `.float()` or `.half()` on its inputs |
+# | `amp.float_function`, `amp.half_function` | in the function, cast the inputs with `.float()` or `.half()`, and compute in a `torch.autocast(…, enabled=False)` block |
 # | `apex.optimizers.FusedAdam` | `torch.optim.AdamW(…, weight_decay=0, fused=True)` |
 # | `apex.parallel.DistributedDataParallel` | `torch.nn.parallel.DistributedDataParallel` |
 # | `apex.parallel.convert_syncbn_model` | `torch.nn.SyncBatchNorm.convert_sync_batchnorm` |
 # | `apex.normalization.FusedLayerNorm` | `torch.nn.LayerNorm` |
 #
-# `weight_decay` defaults to 0.01 in `AdamW`, but to 0 in `FusedAdam`. <!-- tests/migrate/test_apex.py -->
+# The row of `FusedAdam` needs `weight_decay=0`, because the default of `AdamW` is 0.01. <!-- tests/migrate/test_apex.py -->
 #
 # ## What an optimization level was
 #
@@ -107,7 +107,7 @@ assert torch.equal(today, as_apex_did)
 #   2^16](https://github.com/NVIDIA/apex/blob/e13873debc4699d39c6861074b9a3b2a02327f92/apex/amp/scaler.py)
 #   and by default grew up to 2^24. The scale of a `GradScaler` can grow further. <!-- tests/notebooks/test_13_from_apex.py -->
 #
-# Apex's `amp` is gone, so we use a toy version of it in plain torch
+# Because Apex removed its `amp`, we use a toy version of it in plain torch
 # ([`course/toy_apex.py`](course/toy_apex.py)).
 #
 # ## What each level did, and what replaces it today
@@ -130,9 +130,9 @@ from course.toy_apex import ToyApex
 batches = small_batches(device)
 
 # %% [markdown]
-# The table shows the dtype of each kind of tensor. O3 trains for a single step, because its second loss
-# is NaN. Before you run this: the columns are weights, batch norm, activations, gradients, the weights
-# that Adam updates, and Adam's state. In which of them do you expect fp16 for O1?
+# The table shows the dtypes of the weights, the batch norm, the activations, the gradients, the weights that
+# Adam updates, and Adam's state. O3 trains for a single step, because its second loss is NaN. Before you
+# run this: in which columns do you expect fp16 for O1?
 
 
 # %%
@@ -151,15 +151,15 @@ assert table["O1"] == table["autocast"]
 assert table["O0"] == table["fp32 today"]
 
 # %% [markdown]
-# At O1 only the activations are fp16, and autocast has the same row. At O2 weights and gradients are
-# fp16 too, and Adam updates fp32 master weights.
+# At O1 only the activations are fp16, and the row of autocast is the same. At O2 the weights and gradients
+# are fp16 too, and Adam updates fp32 master weights.
 #
 # ### O0 and O1: fp32, and casts around ops
 #
-# Today O0 is a loop with autocast and scaler disabled. O1 is `torch.autocast` with
-# `dtype=torch.float16` and a `GradScaler`. We compare the losses of all steps. On a CPU the losses
-# must be equal to the last bit. On a GPU we allow a difference of 2^-9 (0.2 %). This is four times 2^-11,
-# the largest relative error when a value is rounded to fp16.
+# Today O0 is a loop in fp32, without autocast. O1 is `torch.autocast` with `dtype=torch.float16` and a
+# `GradScaler`. We compare the losses of all steps. On a CPU they must be equal to the last bit. On a GPU
+# they may differ by at most 2^-9 (0.2 %) of the largest loss. This is room for four roundings to fp16, each
+# with a relative error of at most 2^-11.
 
 # %%
 SAME = 0 if device.type == "cpu" else 2**-9
@@ -168,14 +168,13 @@ check_close(runs["autocast"], runs["O1"], SAME)
 assert runs["O1"].scale == 2.0**13  # three steps skipped, in both
 
 # %% [markdown]
-# Both pairs agree: today's fp32 with O0, and autocast with O1.
+# Today's fp32 gives the losses of O0, and autocast gives the losses of O1.
 #
-# One difference matters for classifiers. Apex ran `cross_entropy` in
+# For classifiers there is one difference. Apex ran `cross_entropy` in
 # [fp32](https://github.com/NVIDIA/apex/blob/e13873debc4699d39c6861074b9a3b2a02327f92/apex/amp/lists/functional_overrides.py).
-# Under autocast on CUDA, `cross_entropy` rounds its log-softmax to fp16 if the logits are fp16, although
-# `log_softmax` is on autocast's list of fp32 ops ([notebook
-# 09](09_xray_your_model.ipynb#The-surprise-in-cross-entropy) shows why). So when you move a classifier from
-# O1, write `F.cross_entropy(logits.float(), targets)`.
+# Autocast on CUDA rounds the log-softmax inside `cross_entropy` to fp16 if the logits are fp16 ([notebook
+# 09](09_xray_your_model.ipynb#The-surprise-in-cross-entropy) shows why). So write
+# `F.cross_entropy(logits.float(), targets)` when you move a classifier from O1.
 #
 # ### O2: fp16 weights, fp32 masters
 #
@@ -187,19 +186,23 @@ check_close(runs["autocast"], runs["O2"], tolerance=2**-9)  # 4 roundings of fp1
 assert runs["autocast"].losses != runs["O2"].losses
 
 # %% [markdown]
-# The losses are close, but not equal: they differ by at most 0.2 % of the largest loss. Apex made the
-# master weights [*after* it had cast the model to
+# The losses are close, but not equal: they differ by at most 0.2 % of the largest loss. Apex first [cast the
+# model to
 # fp16](https://github.com/NVIDIA/apex/blob/e13873debc4699d39c6861074b9a3b2a02327f92/apex/amp/_initialize.py),
-# so the master weights start with only 11 significant bits.
+# and then copied the master weights from this model. So the master weights start with only 11 significant
+# bits.
 #
 # ### O3: everything in fp16
 #
-# Today O3 is `model.half()` with an optimizer that updates the fp16 weights. O3 has two problems:
+# Today O3 is `model.half()` with fp16 inputs and an optimizer that updates the fp16 weights. O3 has two
+# problems:
 #
 # - Small weight updates are rounded away ([notebook 16](16_low_precision_state.ipynb)).
-# - Adam divides by zero. Its divisor is the root of an average of squared gradients, plus 1e-8. In fp16,
-#   1e-8 is zero. The average can also become zero, because it starts at 0.001 (1 - `beta2`) times the
-#   first squared gradient. We check this for a gradient of 0.0005:
+# - Adam divides by zero. Its divisor is the root of an average of squared gradients, plus 1e-8. After the
+#   first step, the average is 0.001 times the squared gradient. In fp16, 1e-8 becomes zero. So does the
+#   average if the gradient is small.
+#
+# We check this for a gradient of 0.0005, and train at O3 for three steps:
 
 # %%
 assert 0.001 * torch.tensor(5e-4).half() ** 2 == 0 == torch.tensor(1e-8).half()
@@ -208,6 +211,8 @@ print("losses at O3:", *(f"{loss:.1f}" for loss in losses))
 assert losses[1] != losses[1]  # NaN
 
 # %% [markdown]
+# The second loss is NaN.
+#
 # ### What it costs in memory
 #
 # With Adam, each level stored this many bytes per parameter during the optimizer step:
@@ -219,8 +224,8 @@ assert losses[1] != losses[1]  # NaN
 # | O2 | 2 | 2 | 4 | 4 | 8 | 20 |
 # | O3 | 2 | 2 | | | 4 | 8 |
 #
-# O2 took the most memory per parameter: the master weights and their gradients cost more than fp16 saves
-# on weights and gradients.
+# O2 took the most memory per parameter. Its fp16 weights and gradients save 4 bytes, but the master weights
+# and their gradients take 8.
 #
 # ## The loop, line by line
 #
@@ -243,7 +248,7 @@ with ToyApex() as amp:
 assert old_model[0].weight.grad.norm() <= 0.1  # the last gradient is clipped
 
 # %% [markdown]
-# This is the same loop today, with each changed line marked. On a CPU, the final weights are the same:
+# This is the same loop today. A comment marks each changed line. On a CPU, the final weights are the same:
 
 # %%
 model = new_model(device)
@@ -265,14 +270,14 @@ torch.testing.assert_close(ours, theirs, rtol=SAME, atol=SAME)
 # Do not forget `unscale_`. Without it, you clip gradients that are still scaled ([notebook
 # 07](07_training_recipes.ipynb)).
 #
-# This is how you replace other options of Apex:
+# Replace other options of Apex like this:
 #
 # | Apex | today |
 # |---|---|
 # | `delay_unscale=True`, to accumulate | `scale(loss).backward()` for each micro-batch, then one `step` |
 # | `num_losses=2`, `loss_id=1` | one scaler for all losses; with several optimizers, a `step` for each, then one `update` |
-# | `loss_scale=128.0` | `init_scale=128.0`, and `scaler.update(128.0)` instead of `update()`; unlike Apex with a fixed scale, `GradScaler` skips a step that overflows |
-# | `min_loss_scale`, `max_loss_scale` | `scaler.update(float(limit))` after `update()` if `get_scale()` is beyond the limit |
+# | `loss_scale=128.0` | `init_scale=128.0`, and `scaler.update(128.0)` instead of `update()`; steps that overflow are then skipped, but Apex did not skip them |
+# | `min_loss_scale`, `max_loss_scale` | call `update()`; if `get_scale()` is then outside the limits, call `update(float(limit))` |
 # | `keep_batchnorm_fp32` | not needed: weights and statistics of batch norm stay fp32 | <!-- tests/notebooks/test_13_from_apex.py -->
 #
 # ## From torch.cuda.amp to torch.amp
@@ -287,11 +292,11 @@ for old_name in (torch.cuda.amp.autocast, torch.cpu.amp.autocast, torch.cuda.amp
     assert [warning.category for warning in caught] == [FutureWarning]
 
 # %% [markdown]
-# There are two traps when you move to the new names.
+# Two things can go wrong when you move to the new names.
 #
 # **The default dtype.** The old classes had a fixed default: fp16 for CUDA and bf16 for the CPU. The new
-# class takes the current autocast dtype, which an outer block may have changed. Which dtype will each of
-# the three inner blocks have? <!-- tests/notebooks/test_13_from_apex.py -->
+# class uses the current autocast dtype, which an outer block may have changed. In which dtype will each of
+# the three inner blocks compute? <!-- tests/notebooks/test_13_from_apex.py -->
 
 # %%
 x = torch.ones(2, 2)
@@ -307,7 +312,7 @@ print(f"old {names[old]}, renamed {names[renamed]}, written out {names[written_o
 assert (old, renamed, written_out) == (bf16, fp16, bf16)
 
 # %% [markdown]
-# Inside the outer fp16 block, the renamed class computes in fp16 instead of bf16. So always pass `dtype`.
+# If you only rename the class, the inner block computes in fp16 instead of bf16. So always pass `dtype`.
 #
 # **The order of arguments.** [The device now comes
 # first](https://docs.pytorch.org/docs/stable/amp.html), and `dtype` comes before `enabled`:
@@ -317,7 +322,7 @@ assert (old, renamed, written_out) == (bf16, fp16, bf16)
 # | `autocast(enabled, dtype, cache_enabled)` | `autocast(device_type, dtype, enabled, cache_enabled)` |
 # | `GradScaler(init_scale, growth_factor, …)` | `GradScaler(device, init_scale, growth_factor, …)` |
 #
-# If you pass the old first argument, autocast raises an error, but `GradScaler` does not:
+# If you still pass the old first argument, autocast raises an error, but `GradScaler` does not:
 # <!-- tests/notebooks/test_13_from_apex.py -->
 
 # %%
@@ -333,7 +338,7 @@ assert (asked.get_scale(), got.get_scale()) == (1024, 65536)
 # `amp-lab migrate PATH` rewrites old names of torch in files and notebooks, and reports what you have to
 # change by hand. <!-- tests/migrate/test_files.py, tests/migrate/test_apex.py -->
 #
-# The following part of an old program contains both traps from above:
+# The following part of an old program depends on the old default dtypes and on the old order of arguments:
 
 # %%
 OLD_PROGRAM = """
@@ -363,10 +368,8 @@ else:
     assert migrate_source(new_program)[0] == new_program  # nothing is left to do
 
 # %% [markdown]
-# The tool cannot rewrite the Apex loop from above. For three of its lines it prints what to write
-# instead. With `--mark` it also adds this advice to the file as comments. In the advice for line 9, the
-# tool lists the optimizer's parameters, because it does not know the model. In our loop these are
-# `model.parameters()`.
+# The tool cannot rewrite the Apex loop from above. Instead, it prints what to write for three of its lines.
+# `--mark` also adds this advice to the file as comments.
 
 # %%
 if find_spec("libcst") is not None:
@@ -377,20 +380,23 @@ if find_spec("libcst") is not None:
     assert len(marks) == len(findings) == 3
 
 # %% [markdown]
+# Line 9 is the line that clips. For this line, our loop of today passes `model.parameters()`, because the
+# optimizer updates all parameters of the model.
+#
 # ## Checkpoints that Apex wrote
 #
 # [Apex's manual](https://nvidia.github.io/apex/amp.html#checkpointing) asked for a checkpoint with the
-# states of model, optimizer and `amp`. Checkpoints can have these complications:
+# states of model, optimizer and `amp`. When you load such a checkpoint, expect the following:
 #
-# - names begin with `module.` if the model was wrapped for several GPUs;
-# - at O2, the weights in the file have dtype fp32 but only the precision of fp16, because Apex's
-#   `state_dict` [cast the fp16
-#   weights](https://github.com/NVIDIA/apex/blob/e13873debc4699d39c6861074b9a3b2a02327f92/apex/amp/_initialize.py);
-# - at O2, the master weights are missing, unless the program saved them.
+# - Names begin with `module.` if the model was wrapped for several GPUs.
+# - At O2, the weights in the file were rounded to fp16. Their dtype is fp32, because Apex's `state_dict`
+#   [cast them back to
+#   fp32](https://github.com/NVIDIA/apex/blob/e13873debc4699d39c6861074b9a3b2a02327f92/apex/amp/_initialize.py).
+# - At O2, the fp32 master weights are missing, unless the program saved them. Our program saves them.
 #
-# Our reference run trains for eight steps, writes such a checkpoint, and trains for eight more steps. The
-# scale grows after 6 good steps in a row. The file stores how many of them are done, and the resumed run
-# must continue this count. <!-- tests/notebooks/test_13_from_apex.py -->
+# Our reference run trains for eight steps, writes a checkpoint, and trains for eight more steps. In this
+# run, the loss scale grows after six steps without an overflow. The checkpoint contains the number of such
+# steps since the scale last changed. The resumed run must continue this count. <!-- tests/notebooks/test_13_from_apex.py -->
 
 # %%
 from course.apex_training import Run, today_step, train_and_save
@@ -401,8 +407,8 @@ INTERVAL = 6
 whole = train_and_save("O1", batches, new_model(device), PATH, INTERVAL)
 
 # %% [markdown]
-# We read the file with `weights_only=True`, and translate the scaler's state. Apex's name for this count is
-# `unskipped`; today's name is `_growth_tracker`.
+# We read the file with `weights_only=True`, and translate the scaler's state. Apex called the count of
+# steps without an overflow `unskipped`. `GradScaler` calls it `_growth_tracker`.
 
 
 # %%
@@ -423,7 +429,7 @@ print(dict(state))
 assert scaler_state(state).keys() == torch.amp.GradScaler("cpu").state_dict().keys()
 
 # %% [markdown]
-# Now we resume. The optimizer's state needs no change:
+# Now we resume at O1. We remove `module.` from the names. The optimizer's state needs no change:
 
 
 # %%
@@ -448,8 +454,9 @@ def resume(use_masters=False):
 check_close(resume(), whole, SAME)
 
 # %% [markdown]
-# On a CPU, the run at O1 resumes exactly. At O2 we resume once with the weights in the file, and once with the
-# master weights. How close will each resumed run be to the reference run?
+# On a CPU, the run at O1 resumes exactly. At O2 we resume twice: first with the rounded weights, then with
+# the master weights that our program saved in the same file. How close will each resumed run be to the
+# reference run?
 
 # %%
 whole = train_and_save("O2", batches, new_model(device), PATH, INTERVAL)
@@ -459,15 +466,15 @@ check_close(resume(use_masters=True), whole, SAME)
 folder.cleanup()
 
 # %% [markdown]
-# Without the master weights, the losses are close but not equal. With the master weights from the file,
-# the run resumes exactly on a CPU.
+# With the rounded weights, the losses are close but not equal. With the master weights, the run resumes
+# exactly on a CPU.
 #
 # ## Summary
 #
 # - O1 is autocast with `GradScaler`. For cross-entropy, pass `logits.float()`.
 # - O2 stores the weights twice. With Adam it takes 20 bytes per parameter during the optimizer step;
 #   autocast takes 16.
-# - O3 is `model.half()`. It loses small updates, and our second loss was NaN.
+# - O3 is `model.half()` with fp16 inputs. It loses small updates, and our second loss was NaN.
 # - In the loop, `scale_loss` becomes `scale(loss).backward()`, and `optimizer.step()` becomes
 #   `scaler.step(optimizer)`. Call `unscale_` before you clip, and `update` after the step.
 # - When you move from `torch.cuda.amp`, always pass the dtype, and pass the device as the first argument.
@@ -564,7 +571,7 @@ exercises.check_limits(update_within)
 #     scaler.update()
 #     wanted = min(max(scaler.get_scale(), lowest), highest)
 #     if wanted != scaler.get_scale():
-#         scaler.update(wanted)
+#         scaler.update(float(wanted))
 # ```
 #
 # </details>

@@ -560,7 +560,7 @@ def test_lightning_advances_the_schedule_only_after_a_step(recwarn):
     lines = page.partition("# ```python\n# def optimizer_step")[2].partition("# ```")[0]
     methods = "def optimizer_step" + lines.replace("\n#\n", "\n\n").replace("\n# ", "\n")
 
-    def rates(overridden: bool, overflows=(0,), restored=None) -> list[float]:
+    def rates(overridden: bool, overflows=(0,), restored=None, name="16-mixed") -> list[float]:
         seen = []
 
         class Base(lightning.LightningModule):
@@ -588,7 +588,11 @@ def test_lightning_advances_the_schedule_only_after_a_step(recwarn):
         scaler = cpu_scaler(init_scale=1024.0)  # a gradient of 65536 would be inf in fp16
         if restored is not None:
             scaler.load_state_dict(scaler.state_dict() | {"scale": restored})
-        plugin = precision.MixedPrecision("16-mixed", "cpu", scaler=scaler)
+        plugins = {
+            "16-mixed": lambda: precision.MixedPrecision("16-mixed", "cpu", scaler=scaler),
+            "bf16-mixed": lambda: precision.MixedPrecision("bf16-mixed", "cpu"),
+            "32-true": precision.Precision,
+        }
         trainer = lightning.Trainer(
             accelerator="cpu",
             max_steps=3,
@@ -596,7 +600,7 @@ def test_lightning_advances_the_schedule_only_after_a_step(recwarn):
             enable_checkpointing=False,
             enable_progress_bar=False,
             enable_model_summary=False,
-            plugins=[plugin],
+            plugins=[plugins[name]()],
         )
         loader = torch.utils.data.DataLoader(torch.ones(3, 2), batch_size=1)
         trainer.fit(type("Module", (Base,), changed)(), loader)
@@ -606,6 +610,8 @@ def test_lightning_advances_the_schedule_only_after_a_step(recwarn):
     assert rates(overridden=True) == [1.0, 1.0, 0.5]
     assert rates(overridden=True, overflows=(1,)) == [1.0, 0.5, 0.5]
     assert rates(overridden=True, overflows=(), restored=16.0) == [1.0, 0.5, 0.25]
+    for name in ("bf16-mixed", "32-true"):  # without a scaler
+        assert rates(overridden=True, overflows=(), name=name) == [1.0, 0.5, 0.25]
 
 
 def test_a_loss_that_was_scaled_is_divided_by_the_scale_before_the_update():
