@@ -89,7 +89,7 @@ for name in POLICIES:
     assert (policy.variable_dtype == "float32") == (name == "float32" or name.startswith("mixed"))
 
 # %% [markdown]
-# The last two policies keep the weights in 16 bits, so small updates are lost ([notebook
+# The last two policies keep the weights in 16 bits, so small updates can be lost ([notebook
 # 01](01_number_formats.ipynb)).
 #
 # `set_dtype_policy` sets the policy of the layers that you create afterwards. `dtype=` sets the policy
@@ -119,8 +119,8 @@ assert layers.Dense(3).compute_dtype == "float16"
 # multiplication in float16 and a sum in float32. A policy applies to a whole layer.
 #
 # So under `mixed_float16`, a layer that you write computes everything in float16, unless you set its dtype.
-# Keras's own layers are safer: batch normalization casts its input to float32 before it squares. We compare
-# it with a layer of our own:
+# Keras's batch normalization casts its input to float32 before it squares. We compare it with a layer of our
+# own:
 
 
 # %%
@@ -171,8 +171,9 @@ assert off["wrong"] > 1.8
 
 # %% [markdown]
 # With the float16 sigmoid, the loss of the right prediction is over a thousand times too small. The
-# loss of the wrong prediction is nearly twice as large as the exact loss. To avoid such losses, create
-# the last layer in float32 without an activation, and use a loss with `from_logits=True`.
+# loss of the wrong prediction is nearly twice as large as the exact loss. It is not infinite, because Keras clips
+# the probability to 1 - 1e-7. To avoid such losses, create the last layer in float32 without an activation, and
+# use a loss with `from_logits=True`.
 #
 # ## When compile adds a loss scale
 #
@@ -265,8 +266,8 @@ def step_with_tensorflow(self, data):
 
 
 # %% [markdown]
-# Both steps work under `float32` and both mixed policies, because without a loss scale, `scale_loss`
-# returns the loss unchanged. This small network uses them:
+# Both steps also work under `float32` and `mixed_bfloat16`. Without a loss scale, `scale_loss` returns the
+# loss unchanged. This small network uses the two steps:
 # <!-- tests/notebooks/test_12_keras.py -->
 
 
@@ -363,8 +364,9 @@ for kind, rate in ((keras.optimizers.SGD, 1.0), (keras.optimizers.Adam, 0.1)):
     assert abs(ratio / 2.0**15 - 1) < 0.01 if kind is keras.optimizers.SGD else 1 < ratio < 2
 
 # %% [markdown]
-# With SGD, the step without scaling is 2¹⁵ times too short. With Adam it is only slightly too short:
-# 0.08 instead of 0.1.
+# With SGD, the step without scaling is 2¹⁵ times too short. With Adam, it is 0.08 instead of 0.1 for this
+# large gradient. For a gradient of 0.001, Adam's step is 100 times too short, because the divided gradient is
+# smaller than Adam's `epsilon` of 1e-7. <!-- tests/notebooks/test_12_keras.py -->
 #
 # ## The names of TensorFlow 2.x (optional)
 #
@@ -377,7 +379,7 @@ for kind, rate in ((keras.optimizers.SGD, 1.0), (keras.optimizers.Adam, 0.1)):
 # | `tf.keras.mixed_precision.Policy` | `keras.DTypePolicy`; the old name works |
 # | `Policy(…, loss_scale="dynamic")` | the optimizer has the loss scale, not the policy |
 # | `LossScaleOptimizer(optimizer, loss_scale="dynamic")` | `LossScaleOptimizer(optimizer)` |
-# | `LossScaleOptimizer(optimizer, dynamic=False, initial_scale=128)` | [`Adam(…, loss_scale_factor=128)`](https://keras.io/api/optimizers/adam/), and [`compile(…, auto_scale_loss=False)`](https://keras.io/api/models/model_training_apis/); with this scale, no step is skipped |
+# | `LossScaleOptimizer(optimizer, dynamic=False, initial_scale=128)` | [`Adam(…, loss_scale_factor=128)`](https://keras.io/api/optimizers/adam/), and [`compile(…, auto_scale_loss=False)`](https://keras.io/api/models/model_training_apis/); Keras does not check a fixed scale for inf or NaN, and skips no step |
 # | `optimizer.get_scaled_loss(loss)` | `optimizer.scale_loss(loss)` |
 # | `optimizer.get_unscaled_gradients(g)`, then `apply_gradients(zip(g, w))` | `optimizer.apply(g, w)`, which divides |
 #

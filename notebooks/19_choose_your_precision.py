@@ -34,7 +34,7 @@ from amp_lab.numerics import largest_values
 device, scale = start()  # AMP_LAB_DEVICE and AMP_LAB_SCALE override the choice
 
 # %% [markdown]
-# ## The idea in five lines
+# ## The idea
 #
 # The best precision depends on the hardware, so we measure. `describe_device` times a matmul in each
 # precision and recommends one of them. It also multiplies numbers whose exact product is known, to find out
@@ -59,8 +59,9 @@ assert report.values["bf16"].input_bits == 8
 # - **bits**: how many significant bits of an input the matmul uses. That is 24 in fp32, 11 in fp16 and
 #   TF32, and 8 in bf16.
 # - **subnormals**: numbers below the format's normal range. Some devices replace them by 0.
-# - **sums**: the largest error of a sum of 4,096 products. Its unit, *ulp*, is the spacing of the format at
-#   the result.
+# - **sums**: the largest error of a sum of 4,096 products. One *ulp* is the spacing of the format's numbers
+#   at the result. An ulp of bf16 is 65,536 times as large as an ulp of fp32. So half an ulp in bf16 is a much
+#   larger error than a few ulp in fp32.
 #
 # `amp-lab doctor` also prints the speeds.
 # <!-- tests/core/test_device.py -->
@@ -138,19 +139,18 @@ print("T4, a model trained in bf16:", choose(turing, "infer", trained_in="bf16")
 #   built](https://github.com/pytorch/pytorch/issues/190385) for these GPUs.
 # - **V100, T4 and RTX 20.** These GPUs [emulate bf16 and have no TF32](../docs/hardware.md#t4-v100-and-rtx-20). Use
 #   fp16.
-# - **MI210 and MI250.** Use bf16. Their fp16 matmuls replace subnormals by 0, which would lose small gradients.
-#   To keep them, PyTorch [casts fp16 inputs of backward matmuls to
-#   bf16](https://docs.pytorch.org/docs/stable/notes/numerical_accuracy.html).
+# - **MI210 and MI250.** Use bf16. Even if you choose fp16, PyTorch [casts the inputs of the matmuls in the backward
+#   pass to bf16](https://docs.pytorch.org/docs/stable/notes/numerical_accuracy.html).
 # - **Arc A.** Use bf16. Training in fp16 with a `GradScaler` needs float64, which Arc A [does not
 #   have](https://github.com/pytorch/pytorch/issues/147731).
 #   <!-- tests/notebooks/test_19_choose_your_precision.py -->
 # - **Apple M1 to M4.** Use fp32. [An M1
 #   Pro](https://github.com/zzc0721/torch-performance-test-data/issues/191) and [an M4
-#   Max](https://github.com/zzc0721/torch-performance-test-data/issues/65) are hardly faster in fp16. On
-#   `mps`, bf16 [needs macOS 14](https://github.com/pytorch/pytorch/issues/139386).
+#   Max](https://github.com/zzc0721/torch-performance-test-data/issues/65) are hardly faster in fp16 than in fp32.
+#   On `mps`, bf16 [needs macOS 14](https://github.com/pytorch/pytorch/issues/139386).
 # - **CPUs.** Even with AMX, bf16 [can be slower than fp32](../docs/hardware.md#is-bf16-faster-on-this-cpu) for
-#   small layers. On [one of our CPUs](../data/results/README.md), fp16 was nearly as fast as fp32. On another, it
-#   was 60 times slower. Use fp16 only if `amp-lab doctor` shows that it is fast.
+#   small layers. The speed of fp16 [differs from CPU to CPU](../data/results/README.md). Use fp16 only if
+#   `amp-lab doctor` shows that it is fast.
 #
 # ## What fp32 means
 #
@@ -168,8 +168,8 @@ print("T4, a model trained in bf16:", choose(turing, "infer", trained_in="bf16")
 # | `"high"` | TF32 | fp32 or TF32 |
 # | `"medium"` | TF32 | fp32, TF32 or bf16 |
 #
-# The next cell sets each mode, but runs no matmul, so it needs no GPU. In the output, `ieee` means fp32, and for
-# a CPU you see the lowest precision that is allowed:
+# The next cell sets each mode. It runs no matmul, so it needs no GPU. For a CPU, it shows the lowest precision
+# that PyTorch may use. Whether PyTorch uses this precision depends on the CPU. In the output, `ieee` means fp32:
 
 
 # %%
@@ -202,11 +202,11 @@ torch.backends.cudnn.allow_tf32 = kept  # for the next cells; leave this line ou
 # %% [markdown]
 # ### Old names and new ones
 #
-# Each of these settings also has a new form, such as `torch.backends.cuda.matmul.fp32_precision`. Do not mix
-# old and new. If you change only the new setting, it contradicts the old one. PyTorch then raises an error
-# as soon as some code reads the old setting.
-# [Lightning](https://github.com/Lightning-AI/pytorch-lightning/issues/21256), for example, reads it. Here we
-# read it with `torch.get_float32_matmul_precision`:
+# Each of these settings also has a new name, such as `torch.backends.cuda.matmul.fp32_precision`. Do not use
+# old and new names together. If you change a setting with its new name only, the old setting no longer agrees
+# with it. PyTorch then raises an error when some code reads the old setting. For example,
+# [Lightning](https://github.com/Lightning-AI/pytorch-lightning/issues/21256) reads the old setting. The next
+# cell changes the new setting and reads the old one:
 
 # %%
 matmul = torch.backends.cuda.matmul
@@ -230,8 +230,8 @@ assert torch.get_float32_matmul_precision() == before
 # ## Trained in bf16, on a GPU without it
 #
 # Many language models were trained in bf16, whose largest number is 3.4e38. The largest number of fp16 is
-# only 65504. The next model has weights, inputs and outputs below 65504, and hidden values above it.
-# `largest_values` returns the largest magnitude that each module computes. The modules of this
+# only 65504. In the next model, the weights, inputs and outputs are below 65504, but some hidden values are
+# larger. `largest_values` returns the largest magnitude that each module computes. The modules of this
 # `nn.Sequential` are called 0, 1 and 2:
 # <!-- tests/numerics/test_largest_values.py -->
 
@@ -251,28 +251,32 @@ assert in_bf16.isfinite().all()
 assert not in_fp16.isfinite().all()
 
 # %% [markdown]
-# In fp16, hidden values such as 2.69e+05 become infinite, and the outputs are not finite either.
+# In fp16, hidden values such as 2.69e+05 become infinite. So the outputs are not finite either.
 #
 # **Look before you cast**: call `largest_values` on some of your inputs, in fp32 or bf16. A CPU is enough.
-# Each value should be at most 32752, half of fp16's largest number, because other inputs may give larger
-# values. `amp-lab export --dtype fp16` refuses a model whose outputs are NaN or infinite. <!-- tests/train/test_export.py -->
+# As a rule of thumb, each value should be at most 32752, half of fp16's largest number, because other inputs may
+# give larger values. `amp-lab export --dtype fp16` refuses a model whose outputs are NaN or infinite. <!-- tests/train/test_export.py -->
 #
 # If a value is larger, run the model in fp32, or use one of two remedies:
 #
-# - **Keep the layers with such values in fp32**, and the rest in fp16.
-# - **Move a power of two from one layer to the next** (exercise 4). Divide one layer's weight and bias by
-#   this factor, and multiply the next layer's weight by the same factor. This works with a ReLU between the
-#   layers, but not with a GELU. <!-- tests/notebooks/test_19_choose_your_precision.py -->
+# - **Run the layers that compute or receive such values in fp32**, and the rest in fp16. Cast the input of the
+#   first of these layers to fp32 and the output of the last one to fp16.
+# - **Move a power of two from one linear layer to the next** (exercise 4). Divide the weight and bias of the first
+#   layer by this factor, and multiply the weight of the second layer by it. The larger weight has to fit in fp16
+#   too. A ReLU may stand between the layers, because relu(x / c) = relu(x) / c for c > 0. A GELU does not have
+#   this property. <!-- tests/notebooks/test_19_choose_your_precision.py -->
 #
 # ## What other frameworks call it
 #
-# Other frameworks use three words:
+# Other frameworks have three kinds of settings:
 #
-# - **Mixed** usually means autocast. The weights keep their dtype, which is fp32 unless you load them in 16 bits.
-# - **True** means that the weights are cast, for example to bf16. Then gradients and the state of torch's
-#   AdamW are in bf16 too.
-# - **bf16** alone can mean either. In accelerate and transformers, without DeepSpeed, it means mixed. In
-#   [torchtune](https://docs.pytorch.org/torchtune/stable/tutorials/memory_optimizations.html) it means true.
+# - **Mixed**, such as `bf16-mixed`, usually means autocast. The weights keep their dtype, which is fp32 unless you
+#   load them in 16 bits.
+# - **True**, such as `bf16-true`, means that the weights are cast to bf16. Then the gradients and the state of
+#   torch's AdamW are in bf16 too.
+# - **Only a dtype**, such as `bf16=True`, can mean either. It means mixed in accelerate and in transformers, both
+#   without DeepSpeed. It means true in
+#   [torchtune](https://docs.pytorch.org/torchtune/stable/tutorials/memory_optimizations.html) and Keras.
 #
 # To see what a setting does, we look at the dtypes in a training step. We begin without a framework:
 
@@ -347,13 +351,13 @@ assert set(rows["model.to(bfloat16)"]) == {"bfloat16"}
 # | Keras `mixed_bfloat16` | fp32 | bf16 | fp32 | fp32 | bf16 |
 # | Keras `bfloat16` | bf16 | bf16 | bf16 | bf16 | bf16 |
 #
-# accelerate and Fabric wrap the model. The wrapper casts the outputs to fp32, in Fabric also with `bf16-true`.
-# Lightning's Trainer calls the model itself, so the outputs stay in bf16.
+# accelerate and Fabric wrap the model. The wrapper casts the outputs to fp32. Fabric's wrapper does so with
+# `bf16-true` too. Lightning's Trainer calls the model without a wrapper, so the outputs stay in bf16.
 #
-# On a GPU, according to their documentation, the settings
-# [`16-mixed`](https://lightning.ai/docs/fabric/latest/fundamentals/precision.html) and
-# [`fp16=True`](https://huggingface.co/docs/transformers/en/mixed_precision_training) use fp16 instead of bf16
-# and include a scaler.
+# For fp16, Lightning and Fabric have
+# [`16-mixed`](https://lightning.ai/docs/fabric/latest/fundamentals/precision.html), and transformers has
+# [`fp16=True`](https://huggingface.co/docs/transformers/en/mixed_precision_training). On a GPU, both settings
+# include a scaler.
 #
 # In version 5 of transformers, `from_pretrained` loads a model **in the dtype that its config names**. To
 # fine-tune with fp32 weights, pass `dtype=torch.float32`.
@@ -363,9 +367,9 @@ assert set(rows["model.to(bfloat16)"]) == {"bfloat16"}
 #
 # - Start with bf16 where bf16 is fast, with fp16 and a scaler where only fp16 is fast, and with fp32
 #   on other hardware. Then measure your model.
-# - By default, fp32 matmuls run in fp32, and on an NVIDIA GPU with TF32, fp32 convolutions run in TF32. Set
-#   each mode once, with `torch.set_float32_matmul_precision` for matmuls and
-#   `torch.backends.cudnn.allow_tf32` for convolutions.
+# - By default, fp32 matmuls run in fp32. On an NVIDIA GPU with TF32, fp32 convolutions run in TF32. To change
+#   these modes, use `torch.set_float32_matmul_precision` for matmuls and `torch.backends.cudnn.allow_tf32` for
+#   convolutions.
 # - Before you cast a bf16 model to fp16, look at its largest values.
 # - A "mixed" setting leaves fp32 weights in fp32. A "true" setting, such as `bf16-true`, casts them.
 #

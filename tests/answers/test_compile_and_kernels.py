@@ -258,6 +258,18 @@ def test_a_row_that_is_masked_everywhere(backend, dtype):
     assert by_hand[..., 0, :].isnan().all()
 
 
+@pytest.mark.parametrize("backend", [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH])
+def test_a_row_that_is_masked_by_the_least_number_of_fp16_ignores_the_mask(backend):
+    q, _, v = heads(dtype=torch.float16)
+    mask = torch.zeros(16, 16, dtype=torch.float16)
+    mask = mask.masked_fill(~FIRST_ROW_HIDDEN, torch.finfo(torch.float16).min)
+    with sdpa_kernel(backend):
+        masked = F.scaled_dot_product_attention(q, q, v, attn_mask=mask)
+        without_mask = F.scaled_dot_product_attention(q, q, v)
+    torch.testing.assert_close(masked[..., 0, :], without_mask[..., 0, :], rtol=0.02, atol=0.02)
+    assert not torch.allclose(masked[..., 0, :].float(), v.float().mean(-2), atol=0.1)
+
+
 def test_a_row_that_is_masked_everywhere_in_modules_and_flex_attention():
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -355,7 +367,7 @@ def test_the_rule_for_rms_norm_and_a_norm_that_is_exempt():
     """AMP0251."""
     names = {"torch": torch, "F": F}
     exec(code_of("RMSNorm"), names)
-    exempt = names["BF16RMSNorm"]
+    exempt = names["SameDtypeRMSNorm"]
     assert norm_row(nn.RMSNorm(64)).dtype is (torch.float32 if norm_has_a_rule() else BF16)
     row = norm_row(exempt(64))
     assert (row.dtype, *row.in_dtypes) == (BF16, BF16, BF16)

@@ -87,6 +87,16 @@ def fixed_scale():
     return loss, float(keras.ops.convert_to_numpy(weight.value)[0])
 
 
+def adam_step_without_scaling():
+    """How far the first step of Adam(0.1) moves a weight for an unscaled gradient of 0.001."""
+    import keras
+
+    optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.1))
+    weight = keras.Variable([1.0], dtype="float32")
+    optimizer.apply([keras.ops.convert_to_tensor([0.001])], [weight])
+    return 1.0 - float(keras.ops.convert_to_numpy(weight.value)[0])
+
+
 def tensorflow_with_two_dtypes():
     """AMP0320: what TensorFlow prints for fp16 and fp32 in one op, and the result after a cast."""
     import tensorflow as tf
@@ -136,6 +146,7 @@ def cells_and_steps(code, x, y):
         "resumed": resumed(x, y),
         "clipped": clipped_step(),
         "fixed scale": fixed_scale(),
+        "Adam without scaling": adam_step_without_scaling(),
     }
 
 
@@ -176,7 +187,7 @@ def on_both(cells) -> dict[str, dict]:
     """All that takes a Keras, in one process for each backend, since it takes long to start."""
     names = definitions(SOURCE)
     needed = [loaded_before_keras, steps_of_both, resumed, clipped_step, fixed_scale]
-    needed += [tensorflow_with_two_dtypes]
+    needed += [adam_step_without_scaling, tensorflow_with_two_dtypes]
     needed += [names[name] for name in ("new_net", "step_with_torch", "step_with_tensorflow")]
     given = {"x": torch.rand(16, 8, 8, 1), "y": torch.arange(16) % 10}
     code = "\n\n".join(cell.source for cell in cells)
@@ -228,6 +239,13 @@ def test_the_inner_optimizer_clips_gradients_that_are_divided_by_the_scale(on_bo
 def test_a_fixed_scale_skips_no_step(on_both):
     for result in on_both.values():
         assert result["fixed scale"] == (128.0, -float("inf"))
+
+
+@needs_keras
+@pytest.mark.weekly
+def test_a_small_gradient_without_scaling_makes_a_step_of_adam_100_times_too_short(on_both):
+    for result in on_both.values():
+        assert result["Adam without scaling"] == pytest.approx(0.1 / 100, rel=0.1)
 
 
 @needs_keras

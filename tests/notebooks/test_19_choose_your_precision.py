@@ -51,6 +51,19 @@ def test_a_power_of_two_can_be_moved_through_relu_and_not_through_gelu():
             assert torch.equal(model(x), wanted) == is_exact
 
 
+def test_layers_in_fp32_keep_the_values_that_overflow_in_fp16():
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8)]
+    last, x = torch.nn.Linear(8, 4).half(), torch.rand(16, 32)
+    wide = torch.nn.Sequential(*layers)
+    with torch.inference_mode():
+        wide[0].weight.mul_(2.0**18)
+        wide[2].weight.mul_(2.0**-18)
+        assert wide(x).isfinite().all()
+        assert last(wide(x.half().float()).half()).isfinite().all()
+        assert not wide.half()(x.half()).isfinite().all()
+
+
 def test_turing_says_that_it_supports_bf16_unless_asked_without_emulation():
     properties = mock.Mock(major=7, minor=5)  # of a Turing GPU
     with (
