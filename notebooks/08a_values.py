@@ -128,8 +128,8 @@ torch.testing.assert_close(loss_in(torch.float16, repaired), exact, rtol=0.01, a
 assert torch.tensor(150_000.0).half().clamp(max=65504) == 65504
 
 # %% [markdown]
-# **Notice it earlier.** `find_nonfinite` names the op and the module. If the loss is also NaN without autocast,
-# look for NaN in the data.
+# **Notice it earlier.** `find_nonfinite` names the op and the module that made the inf or NaN. If the loss is also
+# NaN without autocast, look for NaN in the data.
 
 # %%
 with find_nonfinite(model) as finder:
@@ -160,7 +160,8 @@ assert finder.report.module == "0"
 # without overflow`. In other cases there is no message, but attention is NaN.
 #
 # **The smallest program that does it.** We mask attention scores with -1e9, once by filling and once by
-# adding. In bf16, even `torch.finfo(torch.float32).min` is too large: the range of bf16 ends slightly earlier.
+# adding. Then we fill bf16 scores with the lowest number of fp32. It does not fit either, because the range of
+# bf16 ends slightly earlier than that of fp32.
 
 # %%
 with torch.autocast("cpu", dtype=torch.float16):
@@ -214,7 +215,7 @@ assert (torch.tensor([-16.0, -15.0]).half() + lowest).isinf().tolist() == [True,
 #
 # **What you see.** Attention returns NaN for padded positions. Then the loss or the gradients are NaN.
 #
-# **The smallest program that does it.** All keys are masked for the first of two positions.
+# **The smallest program that does it.** We mask all keys for the first of two positions.
 
 
 # %%
@@ -318,7 +319,7 @@ assert torch.multinomial(probabilities_in(torch.bfloat16), 1).item() in (0, 1)
 # that overflow.
 #
 # **Not this.** Do not turn sampling off, and do not set `remove_invalid_values=True`: the error disappears, but
-# the text still comes from NaN. <!-- tests/notebooks/test_08a_values.py -->
+# the model still computes NaN or inf. <!-- tests/notebooks/test_08a_values.py -->
 
 # %% [markdown]
 # ## NaN because an epsilon of 1e-8 is zero in fp16
@@ -355,10 +356,11 @@ assert torch.tensor(1e-8).half() == 0
 # **Why.** The smallest positive number of fp16 is 6e-8, so an epsilon of 1e-8 or 1e-12 rounds to zero. The epsilon
 # then no longer prevents a division by zero.
 #
-# `F.normalize`, with its epsilon of 1e-12, fails in the same way on the CPU.
+# `F.normalize` has an epsilon of 1e-12. On a CPU, it also returns NaN for a row of zeros in fp16.
 #
-# **The fix.** Compute the division in fp32, on `h.float()`. If you train, use a larger epsilon, such as
-# 1e-3: for a row of zeros, the gradients are divided by epsilon. <!-- tests/remedies/test_nonfinite_remedies.py -->
+# **The fix.** Compute the division in fp32, on `h.float()`. If you train, also use a larger epsilon, such as 1e-3.
+# For a row of zeros, the gradient is divided by the epsilon, so a tiny epsilon makes the gradient
+# huge. <!-- tests/remedies/test_nonfinite_remedies.py -->
 
 # %%
 assert F.normalize(h.half())[1].isnan().all()
@@ -453,7 +455,7 @@ assert rms_norm(h).count_nonzero() == 0
 assert weight.grad.count_nonzero() == 0
 
 # %% [markdown]
-# **Why.** The square of 256 is 65536, which is infinite in fp16, and a finite number divided by infinity is 0.
+# **Why.** The square of 256 is 65536, which is infinite in fp16. A finite number divided by infinity is 0.
 # Autocast leaves the multiplication `h * h` in fp16, so the square overflows long before `h` does.
 #
 # In fp16, the sum over an image in a Dice or IoU loss can overflow too: the sum of 512 x 512 ones is 262,144.
@@ -470,8 +472,8 @@ pixels = torch.ones(512, 512).half().sum()
 assert (2 * pixels / (pixels + pixels)).isnan()  # a Dice score
 
 # %% [markdown]
-# **Notice it earlier.** If all gradients of a layer are zero, wrap the step in `find_nonfinite`. It reports
-# the division by infinity, although its result is finite. <!-- tests/numerics/test_nonfinite.py -->
+# **Notice it earlier.** If all gradients of a layer are zero, wrap the step in `find_nonfinite`. It also reports a
+# division by infinity, whose result is 0. <!-- tests/numerics/test_nonfinite.py -->
 
 # %% [markdown]
 # ## Training is fine but evaluation is NaN
@@ -515,9 +517,9 @@ assert all(parameter.isfinite().all() for parameter in model.parameters())
 assert not all(buffer.isfinite().all() for buffer in model.buffers())
 
 # %% [markdown]
-# **Why.** The scaler skips the optimizer step, which protects only the parameters and the optimizer's state.
-# The running mean and variance of batch normalisation are buffers, and the forward pass has already made
-# them NaN. Training does not use them, but evaluation does.
+# **Why.** The scaler skips the optimizer step. The skipped step leaves only the parameters and the optimizer's state
+# unchanged. The running mean and variance of batch normalisation are buffers, and the forward pass has already
+# made them NaN. Training does not use these buffers, but evaluation does.
 #
 # **The fix.** Measure the running statistics again on good batches, with
 # `torch.optim.swa_utils.update_bn(loader, model)`. Then repair the overflow.
@@ -547,9 +549,9 @@ assert model.eval()(x).isfinite()
 # -->
 #
 # **What you see.** With anomaly detection, `backward` raises
-# `Function 'MulBackward0' returned nan values in its 0th output.` Without it, the run trains well.
+# `Function 'MulBackward0' returned nan values in its 0th output.` Without anomaly detection, the run trains well.
 #
-# **The smallest program that does it.** A gradient overflows at the current loss scale, and a mask multiplies the
+# **The smallest program that does it.** A gradient overflows at the current loss scale. Then a mask multiplies the
 # gradient by 0.
 
 
@@ -567,9 +569,9 @@ def masked_step(scaler):
 print(message_of(lambda: masked_step(torch.amp.GradScaler("cpu", init_scale=2.0**17))))
 
 # %% [markdown]
-# **Why.** `GradScaler` raises the scale until gradients overflow, then skips the step and halves the scale.
-# Such an overflow can produce NaN, since infinity times 0 is NaN. Anomaly detection does not know about the
-# scaler and stops.
+# **Why.** `GradScaler` raises the scale until gradients overflow, then skips the step and halves the scale. The
+# overflow can produce NaN, since infinity times 0 is NaN. Anomaly detection does not know that the scaler will skip
+# the step, and stops.
 #
 # **The fix.** Search for the NaN with a scale of 1: `GradScaler(init_scale=1.0)`. If the error remains, or if
 # you use no scaler, the NaN is real, and the message names the op.

@@ -81,11 +81,11 @@ if torch.cuda.is_available():  # the real thing
 # %% [markdown]
 # **Why.** For a target of 1 and a probability p, the gradient of this loss is -1/p. If p is in fp16, its
 # gradient is in fp16 too, and overflows for a small p. For this reason, autocast on CUDA and XPU [refuses the
-# loss](https://docs.pytorch.org/docs/stable/amp.html). It refuses fp32 inputs too.
+# loss](https://docs.pytorch.org/docs/stable/amp.html). It does not check the dtype, so it refuses fp32 inputs too.
 #
-# **The fix.** Remove the sigmoid, and pass the logits to `nn.BCEWithLogitsLoss`, which autocast computes in
-# fp32. The model then returns logits: use `logits.float().sigmoid()` wherever you need probabilities. If you
-# must keep the probabilities, compute them in the same way, and compute the loss inside
+# **The fix.** Remove the sigmoid, and pass the logits to `nn.BCEWithLogitsLoss`. Autocast computes this loss in
+# fp32. Where you need probabilities, compute them with `logits.float().sigmoid()`. If you must keep `nn.BCELoss`,
+# pass it these fp32 probabilities inside
 # `with torch.autocast("cuda", enabled=False):`. <!-- tests/notebooks/test_08f_ops_and_devices.py -->
 #
 # **Not this.** Do not pass probabilities to `nn.BCEWithLogitsLoss`, which applies a second sigmoid. The
@@ -156,18 +156,17 @@ with cuda_rules():
     print(message_of(lambda: torch.rand(2, device="cuda").half().quantile(0.5)))
 
 # %% [markdown]
-# **Why.** The op has no kernel for this dtype on this device. Under autocast, the op gets 16 bits from the
-# layer before it. Autocast casts the input back to fp32 only if the op is on its fp32 list.
+# **Why.** The op has no kernel for this dtype on this device. Under autocast, the layer before the op often
+# returns 16 bits. Autocast casts the input of the op back to fp32 only if the op is on autocast's fp32 list.
 #
-# For example, the quantile and the inverse are on this list on a CPU, but not on CUDA. The determinant is on
-# neither list. <!-- tests/notebooks/test_08f_ops_and_devices.py -->
+# Each device has its own list. The quantile and the inverse are on the list of the CPU, but not on that of CUDA.
+# The determinant is on neither list. <!-- tests/notebooks/test_08f_ops_and_devices.py -->
 #
-# **The fix.** Call `.float()` on the input of that one op, and cast the result back if the next layer needs
-# it.
+# **The fix.** Call `.float()` on the input of this op. If the next layer needs 16 bits, cast the result back.
 #
-# If the message stays, the op probably is or contains a matrix multiplication, such as `torch.sparse.mm` or
-# [`torch.pca_lowrank`](https://github.com/pytorch/pytorch/issues/99710), and autocast casts its input to 16
-# bits again. Then also run the op inside `with torch.autocast(device_type, enabled=False):`.
+# If the message stays, the op probably contains a matrix multiplication, as `torch.sparse.mm` and
+# [`torch.pca_lowrank`](https://github.com/pytorch/pytorch/issues/99710) do. Autocast then casts the input to 16
+# bits again. Run the op inside `with torch.autocast(device_type, enabled=False):`, and keep the `.float()`.
 #
 # **Not this.** Do not compute a Gram or covariance matrix in 16 bits and cast it afterwards. Its values are
 # already rounded, so it may no longer be positive definite. Switch autocast off and call `.float()` before
@@ -189,9 +188,8 @@ assert "not positive-definite" in message_of(lambda: torch.linalg.cholesky(round
 assert torch.linalg.cholesky(data.T @ data).isfinite().all()
 
 # %% [markdown]
-# **Notice it earlier.** Run `amp-lab xray` on the model ([notebook 09](09_xray_your_model.ipynb)). To also
-# find a missing kernel, such as that of the determinant, pass `--real`.
-# <!-- tests/remedies/test_dtype_remedies.py -->
+# **Notice it earlier.** Run `amp-lab xray --real` on [your model](../docs/your_model.md). It runs the model on
+# your device, and reports an op that has no kernel. <!-- tests/remedies/test_dtype_remedies.py -->
 
 # %% [markdown]
 # ## NumPy does not know bf16
@@ -211,7 +209,7 @@ assert torch.linalg.cholesky(data.T @ data).isfinite().all()
 # embeddings reranker .numpy() argsort save"""
 # -->
 #
-# **What you see.** `.numpy()`, or a function that calls it, raises `Got unsupported ScalarType BFloat16`
+# **What you see.** `.numpy()`, or a function that calls it, raises `Got unsupported ScalarType BFloat16`.
 #
 # **The smallest program that does it.** We convert a prediction to an array for a plot or a metric.
 
@@ -227,8 +225,8 @@ print(message_of(lambda: np.from_dlpack(prediction)))
 # **The fix.** Convert to fp32 first: `prediction.detach().float().cpu().numpy()`. `tolist()` needs no
 # conversion.
 #
-# To keep every bit, view the tensor as 16-bit integers, and view the integers as bf16 on the way back. An
-# array of `ml_dtypes.bfloat16`, for example from JAX, becomes a tensor with
+# To keep every bit, view the tensor as 16-bit integers: `prediction.view(torch.int16).numpy()`. To convert an
+# array of `ml_dtypes.bfloat16` to a tensor, for example an array from JAX, write
 # `torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)`.
 #
 # **Not this.** Do not convert with `.half().numpy()`: numbers of 65520 or more become infinite, and NumPy
@@ -271,14 +269,17 @@ assert (prediction.half().numpy() + 1).dtype == "float16"
 # words = "mps xpu npu hip rocm meta hpu privateuseone device_type maybe_autocast rotary nnsight"
 # -->
 #
-# **What you see.** The line that opens the block raises one of the first two messages, or prints the third
-# message as a warning:
+# **What you see.** `torch.autocast(...)` raises one of these errors:
 # - `User specified an unsupported autocast device_type 'meta'`, or another device type
 # - `unsupported scalarType`
-# - `In MPS autocast, but the target dtype is not supported. Disabling autocast.`, or another device
+# - ``Expected `device_type` of type `str`, got``, followed by a type
 #
-# **The smallest program that does it.** We ask for autocast on `meta`, with and without a dtype, for a
-# `torch.device` instead of its type, and for fp32 on MPS.
+# `torch.is_autocast_enabled` raises `unknown device type for autocast`. Or `torch.autocast` only warns:
+# `In MPS autocast, but the target dtype is not supported. Disabling autocast.`
+#
+# **The smallest program that does it.** We ask for autocast on `meta`, first with a dtype and then without one.
+# We also ask whether autocast is on for `meta`. Then we pass a `torch.device` instead of its type. Finally, we ask
+# for fp32 on MPS.
 
 # %%
 print(message_of(lambda: torch.autocast("meta", dtype=torch.bfloat16)))
@@ -288,18 +289,18 @@ print(message_of(lambda: torch.autocast(torch.device("cpu"))))
 print(warnings_of(lambda: torch.autocast("mps", dtype=torch.float32)))
 
 # %% [markdown]
-# **Why.** `torch.autocast` takes the type of a device, such as `"cuda"`, `"cpu"`, `"mps"` or `"xpu"`. If this
-# type has no autocast, you get the first message, or the second if you name no dtype. On a CPU, MPS or XPU,
-# the dtype has to be fp16 or bf16: with fp32, autocast warns and switches itself off. CUDA also accepts
-# fp32. <!-- tests/notebooks/test_08f_ops_and_devices.py -->
+# **Why.** `torch.autocast` takes the type of a device as a string, such as `"cuda"`, `"cpu"`, `"mps"` or `"xpu"`.
+# Some types, such as `"meta"`, have no autocast. On a CPU, MPS or XPU, the dtype has to be fp16 or bf16. If you ask
+# for fp32, autocast warns and switches itself off. CUDA also accepts fp32.
+# <!-- tests/notebooks/test_08f_ops_and_devices.py -->
 #
 # On AMD's GPUs the type is [`"cuda"`](https://docs.pytorch.org/docs/stable/notes/hip.html), not `"hip"`. MPS
 # has autocast for fp16 from torch 2.5 on, and for bf16 from 2.6 on
 # ([Accelerate](https://github.com/huggingface/accelerate/blob/main/src/accelerate/accelerator.py)).
 #
 # **The fix.** Pass `tensor.device.type`, not `str(tensor.device)`, and name the dtype. To run a block in
-# fp32, write `enabled=False`, not `dtype=torch.float32`, and call `.float()` on its inputs. If the device may
-# not support autocast, check `torch.amp.is_autocast_available(device_type)` first.
+# fp32, write `enabled=False`, not `dtype=torch.float32`, and call `.float()` on the inputs of the block. If you do
+# not know whether the device has autocast, check `torch.amp.is_autocast_available(device_type)` first.
 
 
 # %%
@@ -316,8 +317,8 @@ for device_type in ("meta", "cpu"):
 assert warnings_of(lambda: torch.autocast("mps", enabled=False)) == ""
 
 # %% [markdown]
-# **Not this.** Do not hide the warning with `warnings.filterwarnings("ignore")`. Otherwise you
-# may not notice that autocast is off in a block that should run in 16 bits.
+# **Not this.** Do not hide the warning with `warnings.filterwarnings("ignore")`: you would not notice
+# that autocast is off in a block that should run in 16 bits.
 
 
 # %% [markdown]
@@ -348,7 +349,8 @@ assert warnings_of(lambda: torch.autocast("mps", enabled=False)) == ""
 # ptxas bf16 support GPU Kaggle Colab RDNA Radeon LLVM fdot2"""
 # -->
 #
-# **What you see.** On a GPU without bf16, you get one of these errors, or bf16 is no faster than fp32:
+# **What you see.** On a GPU without bf16, the program is no faster in bf16 than in fp32, or raises one of these
+# errors:
 # - `Current CUDA Device does not support bfloat16. Please switch dtype to float16.`
 # - `CUBLAS_STATUS_NOT_SUPPORTED when calling`, followed by a function with `CUDA_R_16BF` among its arguments
 #   ([on an M40](https://github.com/opendatalab/MinerU/issues/1508), [on a
@@ -371,8 +373,8 @@ with without_bf16:
 # Radeon RX 5000 and RX 6000 do not [support
 # bf16](https://rocm.docs.amd.com/projects/HIP/en/docs-6.3.2/reference/hardware_features.html).
 #
-# **The fix.** If the GPU is fast in fp16, use fp16, and train with a `GradScaler`. Use fp32 if the GPU is slow
-# in fp16, or if the model was trained in bf16 and [gives NaN in
+# **The fix.** If the GPU is fast in fp16, use fp16, and train with a `GradScaler`. If the GPU is slow in fp16, use
+# fp32. Also use fp32 if the model was trained in bf16 and [gives NaN in
 # fp16](19_choose_your_precision.ipynb#Trained-in-bf16,-on-a-GPU-without-it).
 
 # %%
@@ -381,9 +383,10 @@ with without_bf16:
 
 # %% [markdown]
 # **Not this.** Do not choose bf16 because `torch.cuda.is_bf16_supported()` returns True: it also returns True
-# on a GPU that only emulates bf16. Pass `including_emulation=False`.
-# <!-- tests/notebooks/test_19_choose_your_precision.py --> On an AMD GPU, the function returns True even
-# then ([on an RX 6600](https://github.com/unslothai/unsloth/pull/7682)), so look into AMD's table, linked above.
+# on a GPU that only emulates bf16. On an NVIDIA GPU, pass `including_emulation=False`.
+# <!-- tests/notebooks/test_19_choose_your_precision.py --> On an AMD GPU, the function can return True in spite
+# of this argument ([on an RX 6600](https://github.com/unslothai/unsloth/pull/7682)). Look into AMD's table, linked
+# above.
 #
 # **Notice it earlier.** To measure which dtypes are fast on your GPU, run `amp-lab doctor`.
 # <!-- tests/core/test_device.py -->
@@ -428,18 +431,19 @@ if torch.cuda.is_available():
     assert "cuFFT only supports dimensions whose sizes are powers of two" in on_cuda
 
 # %% [markdown]
-# **Why.** On CUDA, autocast does not cast the input of an FFT, so the FFT gets the 16-bit output of the
-# layer before. cuFFT has fp16 kernels only for sizes that are powers of two. A CPU has no 16-bit FFT
-# kernels. <!-- tests/notebooks/test_08f_ops_and_devices.py -->
+# **Why.** On CUDA, autocast does not cast the input of an FFT. So the FFT gets 16 bits if the layer before it
+# returns 16 bits. cuFFT has fp16 kernels only for sizes that are powers of two. PyTorch has no 16-bit FFT kernels
+# for a CPU. <!-- tests/notebooks/test_08f_ops_and_devices.py -->
 #
-# `torch.stft` calls the same kernels. On CUDA, it turns fp16 into 16-bit complex numbers (`ComplexHalf`),
-# which have no matmul. <!-- tests/tracing/test_kernel_limits.py -->
+# `torch.stft` calls the same kernels. On CUDA, `torch.stft` of an fp16 signal returns complex numbers
+# with two fp16 parts (`ComplexHalf`). CUDA has no matmul for these numbers.
+# <!-- tests/tracing/test_kernel_limits.py -->
 #
-# **The fix.** Call `.float()` on the input of the transform. Cast its real result, such as the power of the
-# spectrum, back to the dtype of the next layer.
+# **The fix.** Call `.float()` on the input of the transform. Compute the power of the spectrum and its logarithm
+# in fp32. Then cast the logarithm to the dtype of the next layer.
 #
-# `model.half()` also casts the buffers of a module that computes a spectrogram, such as its window. *After*
-# `model.half()`, call `.float()` on this module.
+# `model.half()` also casts the buffers of a module, such as the window of a spectrogram. *After* `model.half()`,
+# call `.float()` on the module that computes the spectrogram.
 # <!-- tests/notebooks/test_08f_ops_and_devices.py -->
 #
 # **Not this.** Do not pad the signal to a power of two only to stay in fp16. Powers easily become too large
@@ -450,8 +454,9 @@ assert torch.fft.rfft(signal.half().float()).dtype is torch.complex64
 assert torch.fft.rfft(torch.ones(512)).abs().square().max() > 65504
 
 # %% [markdown]
-# **Notice it earlier.** Search the model for `torch.fft` and `stft`. Run these lines, and a matmul that follows
-# them, inside `with torch.autocast(device_type, enabled=False):`, with `.float()` on the input.
+# **Notice it earlier.** Search the code of the model for `torch.fft` and `stft`. Run these lines inside
+# `with torch.autocast(device_type, enabled=False):`, with `.float()` on the input. If a matmul of the spectrum
+# follows, run it in the same block.
 
 # %% [markdown]
 # ## MPS has no float64
@@ -474,13 +479,14 @@ assert torch.fft.rfft(torch.ones(512)).abs().square().max() > 65504
 # Colab cuda works MacBook stops"""
 # -->
 #
-# **What you see.** A float64 tensor on the device raises one of these messages:
+# **What you see.** If you create a float64 tensor on the device, or move one to the device, you get one of these
+# errors:
 # - `Cannot convert a MPS Tensor to float64 dtype as the MPS framework doesn't support float64.`, on a Mac
 #   ([its source](https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/mps/EmptyTensor.cpp))
 # - `Required aspect fp64 is not supported on the device`, on an Intel Arc A ([a
 #   report](https://github.com/intel/torch-xpu-ops/issues/1742))
 #
-# **The smallest program that does it.** We send a NumPy array to the device of a Mac.
+# **The smallest program that does it.** We move a NumPy array to the GPU of a Mac.
 
 # %%
 weights = torch.from_numpy(np.ones(3))
@@ -527,8 +533,8 @@ assert weights.float().to(device).dtype is torch.float32
 # `FlashAttention only support fp16 and bf16 data type`. We quote it from its
 # [source](https://github.com/Dao-AILab/flash-attention/blob/main/csrc/flash_attn/flash_api.cpp).
 #
-# **The smallest program that does it.** The kernel needs a GPU, but we can show without a GPU how q becomes
-# fp32. Inside an autocast block, we multiply q by cosines in fp32, as in a rotary embedding.
+# **The smallest program that does it.** The kernel needs a GPU. We show without a GPU how q becomes fp32: inside
+# an autocast block, we multiply q by fp32 cosines, as in a rotary embedding.
 
 # %%
 cosines = torch.ones(2)  # fp32, as rotary embeddings often keep them
@@ -539,12 +545,14 @@ print(f"v is {v.dtype}, q is {q.dtype}")
 assert q.dtype is torch.float32
 
 # %% [markdown]
-# **Why.** The kernel takes only fp16 and bf16, and autocast does not cast the inputs of this package. Usually,
-# an fp32 model runs without autocast, or a norm or a rotary embedding before the kernel returns fp32.
+# **Why.** The kernel takes only fp16 and bf16, and autocast does not cast the inputs of this package. One
+# usual cause is an fp32 model that runs without autocast. Another cause is a norm or a rotary embedding that
+# returns q and k in fp32, even under autocast.
 #
 # **The fix.** Cast q, k and v to one 16-bit dtype right before the call. Or call
-# `F.scaled_dot_product_attention`, whose inputs autocast casts. For inference with transformers, load the model
-# in 16 bits: `from_pretrained(..., dtype=torch.bfloat16)` ([an example](https://github.com/QwenLM/Qwen3/issues/406)).
+# `F.scaled_dot_product_attention` under autocast, which casts q, k and v. For inference with transformers, load the
+# model in 16 bits: `from_pretrained(..., dtype=torch.bfloat16)` ([an
+# example](https://github.com/QwenLM/Qwen3/issues/406)).
 
 # %%
 assert q.to(v.dtype).dtype is torch.bfloat16
@@ -580,12 +588,12 @@ with torch.autocast("cpu", dtype=torch.bfloat16):
 # head_dim sampling milestone save attend flash=True"""
 # -->
 #
-# **What you see.** `F.scaled_dot_product_attention` raises `No available kernel. Aborting execution.` Warnings
-# before it give a reason for each kernel, such as
+# **What you see.** `F.scaled_dot_product_attention` raises `No available kernel. Aborting execution.` Before the
+# error, PyTorch warns why it cannot use each kernel, for example
 # `Expected query, key and value to all be of dtype: {Half, BFloat16}`.
 #
-# **The smallest program that does it.** A model allows only flash attention but gets fp32 inputs. X-ray
-# applies the rules of CUDA and needs no GPU.
+# **The smallest program that does it.** A model allows only flash attention but gets fp32 inputs. We check it
+# with [X-ray](09_xray_your_model.ipynb), which knows the rules of CUDA and needs no GPU.
 
 
 # %%
@@ -601,19 +609,23 @@ tokens = torch.rand(1, 2, 16, 64)  # batch, heads, tokens, features
 print(message_of(lambda: xray(FlashOnly(), tokens, dtype=torch.float32)).split(";")[0])
 
 # %% [markdown]
-# **Why.** `sdpa_kernel` allows no kernel that supports this call. On NVIDIA GPUs, the flash attention and cuDNN
-# kernels support only fp16 and bf16, on Ampere or newer. If training works, the cause is often a call outside
-# autocast, such as the evaluation, which passes fp32.
+# **Why.** None of the kernels that `sdpa_kernel` allows supports this call. On NVIDIA GPUs, the flash attention and
+# cuDNN kernels need an Ampere GPU or newer, and support only fp16 and bf16. If training works, the cause is often a
+# call outside autocast, for example in the evaluation. Its inputs are then in fp32.
 #
 # **The fix.** Run the call under autocast, or cast q, k and v to fp16 or bf16. If you need fp32, also allow
-# `SDPBackend.EFFICIENT_ATTENTION`. If no other kernel supports your call, allow `SDPBackend.MATH`, which has
-# none of these limits. <!-- tests/tracing/test_kernel_limits.py -->
+# `SDPBackend.EFFICIENT_ATTENTION`. If no other kernel supports your call, allow `SDPBackend.MATH`. It has none of
+# these limits. <!-- tests/tracing/test_kernel_limits.py -->
+#
+# With `dtype=torch.bfloat16`, X-ray runs the model under autocast. If an error occurs only under
+# autocast, the result stores it in `raised`. Here no error occurs:
 
 # %%
 assert not xray(FlashOnly(), tokens, dtype=torch.bfloat16).raised
 
 # %% [markdown]
-# **Notice it earlier.** Run X-ray with the dtype of evaluation, too. <!-- tests/tracing/test_kernel_limits.py -->
+# **Notice it earlier.** Run X-ray once with the dtype of training and once with the dtype of evaluation.
+# <!-- tests/tracing/test_kernel_limits.py -->
 #
 # ## Further reading
 #

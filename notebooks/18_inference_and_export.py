@@ -66,19 +66,20 @@ print(f"{changed} of {len(tests)} decisions changed")
 assert changed < 0.02 * len(tests)
 
 # %% [markdown]
-# Hardly any decision changes. To judge a precision for inference, compare the results that your users see,
-# here the decisions. Do not count the correct decimal places of the logits.
+# No decision changes here, or hardly any. To judge a precision for inference, compare the results that your
+# users see. In this notebook, these are the decisions. Do not count the correct decimal places of the logits.
 #
 # ## Ways to run it
 #
 # - **Autocast** keeps the weights in fp32 and casts copies of them. It runs some sensitive ops in fp32
 #   ([notebook 02](02_autocast_dtypes.ipynb) has the list). Use it to evaluate during training, or if you do not
 #   know which parts need fp32.
-# - **Cast once** halves the memory of the weights and saves their casts. You have to cast the inputs
+# - **Cast once** halves the memory of the weights, and no call has to cast them. You have to cast the inputs
 #   yourself. Use it for a model that only runs inference.
 # - **Compile** the model in either case, to fuse the small ops between the matmuls.
 #
-# We write functions for the first two ways, and one that compares outputs with those in fp32:
+# We write a function for each of the first two ways, and a third function that compares outputs with those in
+# fp32:
 
 
 # %%
@@ -119,7 +120,7 @@ assert quality(outputs["fp16 cast once"])[0] < quality(outputs["bf16 cast once"]
 # more bits of mantissa. The values of a model that was trained in bf16 may not fit into the range of fp16
 # ([notebook 19](19_choose_your_precision.ipynb#Trained-in-bf16,-on-a-GPU-without-it)).
 #
-# How long does each way except fp16 take, for one image and for 256 images?
+# We now time the ways in fp32 and bf16. How long does a call take for one image, and for 256 images?
 
 # %% tags=["nbval-ignore-output"]
 for batch in (1, 256):
@@ -134,11 +135,11 @@ for batch in (1, 256):
 # Each row shows the time of a call and its speed-up over fp32, with an interval. On our two CPU cores bf16
 # took longer than fp32 for a single image, even with weights cast once. With 256 images bf16 was faster, most
 # of all when compiled. To see what bf16 alone gains, compare the compiled bf16 with the *compiled* fp32.
-# `amp-lab advise` times such ways for [your model](../docs/your_model.md).
+# `amp-lab advise` makes this comparison for [your model](../docs/your_model.md).
 #
 # ## Which decisions change?
 #
-# The *gap* is the difference in fp32 between the logits of the two best classes. bf16 changes this difference.
+# The *gap* is the difference between the logits of the two best classes in fp32. bf16 changes this difference.
 # The second class can overtake the first only if the change is at least as large as the gap. For each
 # image we draw the gap and the change:
 
@@ -161,16 +162,15 @@ for name in ("bf16 autocast", "bf16 cast once"):
 
 # %% [markdown]
 # Each test image has two points, one for autocast and one for weights cast once. On the dashed line, the
-# change is as large as the gap. The decision can change only on or above this line (unless a third class
-# overtakes both). Here such images have a small gap, so the model is uncertain about them in fp32 too.
+# change is as large as the gap. Below the line, the second class cannot overtake the first. Here the points on or
+# above the line have a small gap: the model is uncertain about these images in fp32 too.
 #
-# Draw this figure for your model and a few hundred real inputs. If all points stay well below the line,
-# the precision is accurate enough for these decisions.
+# Draw this figure for your model and a few hundred real inputs, and count the changed decisions. If no decision
+# changes, and all points stay well below the line, the precision is accurate enough for these inputs.
 #
 # ## Cast inputs, outputs and weights
 #
-# **Inputs**: cast them to the dtype of the model. If you do not cast them, a convolution raises an
-# error:
+# **Inputs**: cast them to the dtype of the model. Without the cast, a convolution raises an error:
 
 # %% tags=["nbval-ignore-output"]
 refused = ""
@@ -182,19 +182,19 @@ print(refused[:100])
 assert refused
 
 # %% [markdown]
-# **Outputs**: cast them to fp32 with `.float()` before you compare, sort or add them. For example, many
-# similarities near 1 are equal in bf16, so a search by similarity cannot rank them.
+# **Outputs**: cast them to fp32 with `.float()` before you compute with them. For example, cast embeddings before
+# you compute their similarities. In bf16, many similarities near 1 are equal, so a search cannot rank them.
 # <!-- tests/notebooks/test_18_inference_and_export.py -->
 #
-# **Weights**: if you change them for inference, change them in fp32 and cast afterwards. An example is
-# folding a batch norm into the convolution before it (exercise 4). If you cast first, the result is
-# rounded more often. <!-- tests/notebooks/test_18_inference_and_export.py -->
+# **Weights**: if you change them for inference, change them in fp32 and cast afterwards. For example, you can fold
+# a batch norm into the convolution before it (exercise 4). If you cast first, the weights are rounded more
+# often. <!-- tests/notebooks/test_18_inference_and_export.py -->
 #
 # ## What torch.compile changes
 #
-# `torch.compile` compiles a function at its first call. It may recompile the function for a later call,
-# for example if the inputs have another shape. We count the compilations with a backend that only collects the
-# graphs that it gets:
+# `torch.compile` compiles a function at its first call. It may compile the function again for a later call,
+# for example if the inputs have another shape. To count the compilations, we write a backend that stores each
+# graph in a list:
 
 
 # %%
@@ -226,12 +226,12 @@ for call, count in compilations.items():
 assert list(compilations.values()) == [1, 2, 2, 3, 4, 5]
 
 # %% [markdown]
-# The second batch size causes another compilation, whose code fits the third size too. A batch of 1, autocast
+# The second batch size causes a second compilation. Its code also works for the third size. A batch of 1, autocast
 # and gradients each cause another compilation. To avoid compilations while you serve requests:
 #
 # - Always use the same gradient mode and autocast state.
-# - Before the first request, make one call with each batch size that you will serve. To serve only a few sizes,
-#   pad smaller batches.
+# - Before the first request, make one call with each batch size that you will serve. Pad smaller batches to one
+#   of these sizes.
 #
 # `torch.compiler.set_stance("fail_on_recompile")` turns another compilation into an error.
 # <!-- tests/notebooks/test_18_inference_and_export.py -->
@@ -279,8 +279,8 @@ print("exported inside autocast, it returns", program.module()(x).dtype)
 assert program.module()(x).dtype is torch.float32
 
 # %% [markdown]
-# The program computes in fp32: the graph does not keep an autocast block around the export. The graph does keep
-# a block inside `forward`, but the weights in the file are still fp32.
+# The program computes in fp32, because the graph does not keep an autocast block around the export. The graph
+# does keep an autocast block inside `forward`, but the weights in the file are still fp32.
 # <!-- tests/notebooks/test_18_inference_and_export.py -->
 #
 # So **cast first**: the graph then has bf16 weights and ops. We export with two images, because a program
@@ -328,10 +328,10 @@ else:
 #
 # ## Eight bits and fewer
 #
-# A kernel can read weights in eight bits and multiply them in bf16. This can speed up a language model
-# that generates a single text, because it [spends most of its
-# time](https://pytorch.org/blog/accelerating-generative-ai-2/) on reading weights. Here `quantize`
-# rounds the weights. The matmuls stay in fp32, so that we see only the effect of the rounded weights:
+# A kernel can read weights in eight bits and multiply them in bf16. A language model that generates a single text
+# [spends most of its time](https://pytorch.org/blog/accelerating-generative-ai-2/) on reading weights, so it can
+# become faster. Here we only round the weights, with `quantize`. The matmuls stay in fp32, so we see only the effect
+# of the rounded weights:
 
 # %% tags=["nbval-ignore-output"]
 far = {}
@@ -350,23 +350,24 @@ assert far["int8-rowwise"] < 2 * quality(outputs["bf16 cast once"])[0] < far["fp
 assert far["fp8-rowwise"] < far["nvfp4"]
 
 # %% [markdown]
-# Here INT8 with a scale for each row is about as accurate as bf16. FP8 (E4M3) has three bits of mantissa and is
-# less accurate. NVFP4 has one bit of mantissa and is the least accurate.
+# INT8 and FP8 have one scale for each output channel (a row of the weight). Here INT8 is about as accurate as
+# bf16. FP8 (E4M3) has three bits of mantissa and is less accurate. NVFP4 has one bit of mantissa and is the least
+# accurate.
 #
 # [torchao](https://github.com/pytorch/ao/tree/main/torchao/quantization) stores the weights of a model's
 # linear layers in fewer bits: <!-- tests/notebooks/test_18_inference_and_export.py -->
 #
 # - `quantize_(model, Int8WeightOnlyConfig())`, or `Float8WeightOnlyConfig()`, stores them in eight bits.
-# - `Float8DynamicActivationFloat8WeightConfig()` also casts the activations, for a matmul in FP8. It
-#   needs FP8 on an NVIDIA GPU, and skips layers whose sizes are not multiples of 16.
+# - `Float8DynamicActivationFloat8WeightConfig()` also casts the activations, so that the matmul runs in FP8. It
+#   needs a GPU that supports FP8, and skips layers whose sizes are not multiples of 16.
 #
 # [Notebook 15](15_below_16_bits.ipynb) explains the formats.
 #
 # ## Summary
 #
 # - Count changed decisions, not decimal places, and look at the gap between the two best classes.
-# - For inference, change the weights in fp32, and then cast them once. Cast the inputs too, and
-#   compare and sum the outputs in fp32.
+# - For inference, change the weights in fp32, and then cast them once. Cast the inputs too. Cast the outputs to
+#   fp32 before you compute with them.
 # - `torch.compile` can compile again if the batch size, the autocast state or the gradient mode
 #   changes. Compiled code can round less often than eager mode.
 # - Autocast around `torch.export.export` is lost: cast first, then export, then compare.
@@ -412,8 +413,8 @@ exercises.check_gibibytes(gibibytes)
 #
 # ### 2. Count the decisions that changed
 #
-# Complete the function. It gets `reference` in fp32 and `logits` in any dtype, and returns the share of rows
-# in which their largest values are in different columns.
+# Complete the function. It gets `reference` in fp32 and `logits` in any dtype. In some rows, the largest value of
+# `reference` and the largest value of `logits` are in different columns. Return the share of these rows.
 
 
 # %%
@@ -441,8 +442,8 @@ exercises.check_changed(changed_share)
 #
 # ### 3. Predict with a model in bf16
 #
-# Complete the function. It returns, in fp32, the probabilities that a model with bf16 weights gives for
-# images in fp32.
+# Complete the function. It gets a model with bf16 weights and images in fp32, and returns the probabilities of
+# the classes in fp32.
 
 
 # %%
