@@ -106,7 +106,7 @@ def healthy_loss(weights):
 
 scaler = torch.amp.GradScaler("cpu", growth_interval=20)  # the default is 2000
 _, healthy = train(healthy_loss, scaler, steps=60)
-_ = figures.loss_scales({"NaN in every gradient": scales[:60], "healthy": healthy})
+_ = figures.loss_scales({"NaN in every step": scales[:60], "healthy": healthy})
 assert (healthy[0], healthy[-1]) == (2.0**16, 2.0**19)
 
 # %% [markdown]
