@@ -22,8 +22,8 @@
 # **What you need.** [Notebook 04](04_fp32_vs_amp.ipynb), for the AMP step. You need no GPU and no data
 # set: if Caltech-256 is missing, the notebook generates pictures.
 #
-# The task comes from a tutorial, *Automatic mixed precision training using PyTorch*. On a GPU with 6 GB
-# and with 26,802 training images, it reports for ten epochs:
+# The task comes from a tutorial, *Automatic mixed precision training using PyTorch*. It reports these results
+# for ten epochs with 26,802 training images, on a GPU with 6 GiB. We did not measure them:
 #
 # | | time | accuracy |
 # |---|---|---|
@@ -76,8 +76,9 @@ with torch.device("meta"):
 # ## A frozen backbone and a new head
 #
 # We use the images of Caltech-256 if they are in `data/`, and pretrained weights if torchvision has them in
-# its cache. Without the images, the notebook generates pictures. Without the weights, it starts from random
-# weights. To fetch both, set `DOWNLOAD` to `True`. <!-- tests/train/data/test_downloads.py -->
+# its cache. Without the images, the notebook generates pictures in a temporary folder with the layout of
+# Caltech-256. Both load as the data set `caltech256`. Without the weights, the notebook starts from random
+# weights. To fetch images and weights, set `DOWNLOAD` to `True`. <!-- tests/train/data/test_downloads.py -->
 
 # %% tags=["nbval-ignore-output"]
 DOWNLOAD = False  # True: fetch 1.2 GB of photographs and 98 MB of weights where they are missing
@@ -139,8 +140,8 @@ assert len(changed) == 3 * 53  # mean, variance and a counter, in each of 53 bat
 #
 # ## Train in each precision
 #
-# One function serves every precision. The marked lines are AMP, and `enabled=` switches autocast off for
-# FP32. We convert the logits to fp32 before the loss, for a reason that [notebook
+# One function serves every precision. The marked lines are AMP. In FP32, `enabled=` switches autocast off.
+# We convert the logits to fp32 before the loss, for a reason that [notebook
 # 09](09_xray_your_model.ipynb#The-surprise-in-cross-entropy) explains.
 
 
@@ -159,8 +160,8 @@ def train_step(model, images, targets, optimizer, scaler, dtype):
 
 
 # %% [markdown]
-# Each run creates *one* scaler, before its first epoch. As in notebook 04, `float32_mode` switches TF32
-# off in the FP32 run. <!-- tests/core/test_precision.py -->
+# Each run creates *one* scaler, before its first epoch. The scaler is enabled only in fp16. As in notebook
+# 04, `float32_mode` switches TF32 off in the FP32 run. <!-- tests/core/test_precision.py -->
 
 
 # %%
@@ -204,12 +205,12 @@ for precision in precisions:
 
 # %% [markdown]
 # The percentage beside a loss is the difference from FP32. An accuracy of 25 % is chance for four
-# classes.
+# classes: a network at this accuracy has learned nothing that the test shows.
 #
 # One run of each precision cannot show whether a few percent come from the precision or from chance.
 #
-# Look at the tutorial's table again. Besides the precision, what differs between its runs in FP32 and
-# with AMP?
+# Look at the tutorial's table again. How much faster was AMP? Besides the precision, what else differs
+# between the two runs, and how many steps did each run take?
 
 # %%
 steps_at = {size: -(-26_802 // size) * 10 for size in (256, 512)}  # in ten epochs, rounded up
@@ -217,7 +218,8 @@ print(f"AMP is {68.1 / 61.7:.2f}x as fast; {steps_at[256]} steps in FP32, {steps
 assert steps_at == {256: 1050, 512: 530}
 
 # %% [markdown]
-# The AMP run had twice the batch, so it took about half as many steps.
+# The AMP run had twice the batch, so it took about half as many steps. The table therefore does not show
+# what AMP alone does to the accuracy.
 #
 # ## Count the memory of a step
 #
@@ -319,14 +321,15 @@ assert 0.85 < gib["FP32, batch 512"] / 6 < 1
 
 # %% [markdown]
 # AMP needs only slightly more memory for 512 images than FP32 needs for 256. FP32 with 512 images takes
-# most of the 6 GiB. It leaves less than 1 GiB for memory that we do not count, such as [what CUDA and its
+# most of the 6 GiB. It leaves less than 1 GiB for memory that we do not count, such as what an operation
+# allocates only while it runs, and [what CUDA and its
 # libraries allocate](https://docs.pytorch.org/docs/stable/torch_cuda_memory.html) outside of PyTorch. So
 # 6 GiB can be too little for FP32 at batch 512.
 #
 # ## Train the backbone too
 #
 # If we train the backbone too, autograd saves its activations for the backward pass, and every weight has
-# optimizer state. Before you run this: will 512 images fit with AMP?
+# optimizer state. Before you run this: will a step with AMP and 512 images fit into 6 GiB?
 
 # %%
 unfrozen = {
@@ -345,13 +348,13 @@ _ = figures.memory_by_dtype(
 )
 
 # %% [markdown]
-# 512 images do not fit. Each bar is the memory of one step, split by dtype. The dashed line is the GPU's
+# With 512 images, the step does not fit. Each bar is the memory of one step, split by dtype. The dashed line is the GPU's
 # 6 GiB. With the backbone trained (right), both bars reach far beyond the line.
 #
 # AMP does not make these tensors smaller:
 #
-# - images, weights and optimizer state, all in fp32;
-# - weight gradients, also in fp32;
+# - the images, which stay in fp32 (AMP adds a copy of them in bf16);
+# - the weights, their gradients and the optimizer state, which stay in fp32;
 # - the positions of the maxima in max pooling, which are int64 in both bars.
 # <!-- tests/notebooks/test_exercises.py -->
 #
@@ -363,9 +366,10 @@ workspace.cleanup()  # deletes generated pictures
 # %% [markdown]
 # ## Summary
 #
-# - Here, autograd saves no activations of the frozen backbone. In our counts, freezing the backbone saves far
+# - Autograd saves no activations of our frozen backbone. In our counts, freezing the backbone saves far
 #   more memory than AMP does. In training mode, the running averages still change.
-# - Here, AMP halves most activations. Weights, optimizer state and images stay fp32.
+# - In our ResNet-50, AMP halves the output of every layer. Weights, their gradients, optimizer state and
+#   images stay in fp32. <!-- tests/notebooks/test_06_caltech256_resnet50.py -->
 # - A dispatch mode under `FakeTensorMode` counts the memory of a step that does not fit into your
 #   machine.
 # - Use one scaler for the whole run.

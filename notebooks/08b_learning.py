@@ -9,8 +9,9 @@
 # %% [markdown]
 # # Find out why a model learns nothing
 #
-# **What you'll do.** Look up one failure: its message or symptom, the smallest program that shows it,
-# why it happens, and the fix.
+# **What you'll do.** Find out why a model learns nothing or too little, why it fails on long inputs, or why
+# its logged loss is wrong. Each failure has its message or symptom, the smallest program that shows it, the
+# reason, and the fix.
 #
 # **What you'll learn.** You will be able to repair:
 # - a loss scale that [falls to 0](#The-loss-scale-falls-towards-0) or [grows and
@@ -91,12 +92,13 @@ assert weights.tolist() == [0.0, 2.0]  # nothing was learned
 assert scales[165:] == [0.0] * 5  # from where no doubling leads back
 
 # %% [markdown]
-# **Why.** A gradient is infinite or NaN in every step and at any scale, so a smaller scale does not help. Typical
-# sources are a square root at 0, `log(0)`, 0/0, a NaN in the data, or an activation that overflows in
-# fp16. <!-- tests/notebooks/test_08b_learning.py -->
+# **Why.** In every step and at any scale, at least one gradient is infinite or NaN. So a smaller scale does not
+# help. Typical sources are a square root at 0, `log(0)`, 0/0, a NaN in the data, or an activation
+# that overflows in fp16. <!-- tests/notebooks/test_08b_learning.py -->
 #
-# **The fix.** Use `amp_lab.numerics.find_nonfinite` to find the operation that gives NaN, and change this
-# operation. For a square root, add a small number under the root. <!-- tests/notebooks/test_08b_learning.py -->
+# **The fix.** Run one step inside `amp_lab.numerics.find_nonfinite`. It names the operation that gives the
+# first inf or NaN, in the forward or backward pass. Then change this operation. For a square root, add a small
+# number under the root. <!-- tests/notebooks/test_08b_learning.py -->
 
 
 # %%
@@ -113,9 +115,8 @@ assert (healthy[0], healthy[-1]) == (2.0**16, 2.0**19)
 # In the figure, the scale of the healthy run rises in steps. The scale of the failing run falls below 1 (dotted
 # line) after 17 steps.
 #
-# **Not this.** Do not switch the scaler off, and do not replace NaN by 0 in the gradients. Without the scaler,
-# the weights become NaN. With zeros, the weight whose gradient is always NaN does not
-# learn. <!-- tests/notebooks/test_08b_learning.py -->
+# **Not this.** Do not switch the scaler off: the weight that starts at 0 then becomes NaN. Do not replace NaN
+# by 0 in the gradients: this weight then never changes. <!-- tests/notebooks/test_08b_learning.py -->
 
 # %%
 unscaled, _ = train(sick_loss, torch.amp.GradScaler("cpu", enabled=False), steps=1)
@@ -142,8 +143,8 @@ assert unscaled.isnan().any()
 #
 # **What you see.** The loss falls slowly or not at all, and some gradients are exactly zero.
 #
-# **The smallest program that does it.** We use fp16 without a scaler. The loss has a small weight
-# and is a mean over many outputs.
+# **The smallest program that does it.** We use fp16 without a scaler. The loss is a mean over many outputs,
+# times 1e-4.
 
 
 # %%
@@ -162,10 +163,9 @@ print("largest gradient:", lost.max().item())
 assert lost.count_nonzero() == 0
 
 # %% [markdown]
-# **Why.** The smallest positive number of fp16 is 2^-24, or 6e-8. The backward pass casts gradients to fp16, so a
-# gradient smaller than 2^-25 becomes zero.
-#
-# Each of the 16,384 outputs has the gradient 1e-4 / 16384 = 6e-9.
+# **Why.** The backward pass casts gradients to fp16. The smallest positive number of fp16 is 2^-24 (6e-8), and
+# a gradient below half of it (3e-8) becomes zero. Each of the 16,384 outputs has the gradient
+# 1e-4 / 16384 = 6e-9, which is below this limit.
 #
 # **The fix.** Use a `GradScaler` with fp16, or use bf16, which has nearly the range of fp32 and needs no
 # scaler.
@@ -179,8 +179,8 @@ torch.testing.assert_close(kept, exact, rtol=2e-3, atol=0)  # 11 bits
 assert torch.tensor(1e-4 / 16384).bfloat16() > 0
 
 # %% [markdown]
-# **Notice it earlier.** `gradient_underflow` gives the share of the gradients that fp16 would round to zero,
-# here all gradients of the outputs:
+# **Notice it earlier.** `gradient_underflow` finds the smallest loss scale that fp16 needs. The model itself can
+# run in fp32:
 
 # %%
 model, _ = make(nn.Linear(4, 64))
@@ -210,7 +210,7 @@ assert (report.outputs.lost(1.0), report.smallest_scale) == (1, 8)
 # `element 0 of tensors does not require grad and does not have a grad_fn`.
 #
 # **The smallest program that does it.** We run one pass without gradients and one pass with gradients,
-# in the same autocast block.
+# in the same autocast block. The gradient was missing in older versions of PyTorch, and is right in this one:
 
 # %%
 model, _ = make()
@@ -224,9 +224,7 @@ assert torch.equal(model[0].weight.grad, x.expand(2, 2))  # right, in this versi
 # %% [markdown]
 # **Why.** A pass under `torch.no_grad()` leaves cast copies of the weights in autocast's cache. In older versions
 # of PyTorch, these copies had no autograd history. A later pass in the same block used these copies, so the
-# weights got no gradient.
-#
-# torch 2.11 [has the fix](https://github.com/pytorch/pytorch/pull/165068).
+# weights got no gradient. torch 2.11 [has the fix](https://github.com/pytorch/pytorch/pull/165068).
 #
 # **The fix.** Close the autocast block after the evaluation and open another one for training, or update
 # PyTorch.
@@ -250,8 +248,8 @@ assert torch.equal(model[0].weight.grad, x.expand(2, 2))  # right, in this versi
 #
 # **What you see.** The loss scale grows and grows, or a run that was meant to be bf16 overflows.
 #
-# **The smallest program that does it.** We use a scaler with bf16. To need only 150 steps, we let the scale grow
-# after every step instead of every 2000.
+# **The smallest program that does it.** We use a scaler with bf16. By default, the scale grows every 2000 steps.
+# Here it grows after every step, so 150 steps are enough.
 
 
 # %%
@@ -278,12 +276,15 @@ assert max(pointless) > 2.0**120
 assert pointless[-1] < max(pointless)  # it skips steps, too
 
 # %% [markdown]
-# In fp16 the scale stays near the largest number of fp16. In bf16 the scale grows almost to the largest
-# number of fp32. Then the scaler skips steps in bf16 as well.
+# In fp16 the scale stays at 2^14 or 2^15. The largest gradient is 2: times 2^15 it is 65536, more than fp16 can
+# represent (65504). The scaler then skips the step and halves the scale. In bf16 the scale grows almost to the
+# largest number of fp32 before the scaler skips a step. <!-- tests/notebooks/test_08b_learning.py -->
 #
 # **Why.** A `GradScaler` is enabled by default. bf16 has nearly the range of fp32, so gradients rarely
-# overflow and the scale keeps growing. If a bf16 run overflows, check its dtype: autocast
-# without `dtype=` is fp16 on a CUDA GPU and bf16 on a CPU.
+# overflow and the scale keeps growing.
+#
+# If a run that was meant to be bf16 overflows, check its dtype: autocast without `dtype=` uses fp16 on a CUDA GPU
+# and bf16 on a CPU.
 #
 # **The fix.** Define the dtype in one place, pass it to autocast, and enable the scaler only for fp16:
 # `GradScaler(enabled=(dtype is torch.float16))`.
@@ -346,14 +347,14 @@ print(f"weights in {model[0].weight.dtype}: 1 -> {after_updates(model):.2f}")
 assert after_updates(model) == 1.0
 
 # %% [markdown]
-# **Why.** Just below 1, bf16 numbers are 2^-8 apart. An update smaller than half of this distance is rounded
-# away, so a weight of 1 does not change.
+# **Why.** Just below 1, bf16 numbers are 2^-8 (0.004) apart. An update smaller than half of this distance is
+# rounded away. Our updates are 0.001, so a weight of 1 does not change.
 #
 # **The fix.** Keep the weights that you train in fp32 and let autocast use bf16. Call `model.float()` before you
-# create the optimizer, and load checkpoints without `assign=True`. If fp32 weights do not fit into memory, use an
-# optimizer with stochastic rounding or Kahan summation.
+# create the optimizer, and load checkpoints without `assign=True`.
 #
-# [Notebook 16](16_low_precision_state.ipynb#Weights-in-bf16) compares optimizers for bf16 weights.
+# If fp32 weights do not fit into memory, use an optimizer for bf16 weights that does not lose small updates. [Notebook
+# 16](16_low_precision_state.ipynb#Weights-in-bf16) compares such optimizers.
 
 # %%
 model, _ = make()
@@ -396,9 +397,9 @@ print(broken)
 assert str(broken) == "[nan, -inf]"
 
 # %% [markdown]
-# **Why.** Adam keeps its moments in the dtype of the weights. In fp16 the square of a small gradient and
-# the epsilon of 1e-8 are both 0, so an Adam that is not fused divides by zero. A gradient of 0 then gives
-# NaN. <!-- tests/notebooks/test_08a_values.py -->
+# **Why.** Adam keeps its moments in the dtype of the weights. In fp16, the square of a small gradient is 0, and
+# so is Adam's epsilon of 1e-8. Unless you set `fused=True`, Adam then divides by zero. A gradient of 0 gives
+# 0/0 = NaN, and a small gradient gives an infinite update. <!-- tests/notebooks/test_08a_values.py -->
 #
 # **The fix.** Call `model.float()` instead of `model.half()` before you create the optimizer, and let autocast
 # cast the fp32 weights.
@@ -408,8 +409,8 @@ still, moved = first_step(torch.ones(2), [0.0, 1e-4])
 assert 0.998 < moved < still == 1
 
 # %% [markdown]
-# **Not this.** Do not set `eps=1e-4`. The NaN goes away, but weights with small gradients hardly change, and fp16
-# rounds their updates away.
+# **Not this.** Do not set `eps=1e-4`. The NaN goes away, but weights with small gradients do not learn: their
+# updates are so small that fp16 rounds them away.
 
 # %%
 assert first_step(torch.ones(1).half(), [1e-6], eps=1e-4) == [1.0]  # nothing is learned
@@ -440,8 +441,8 @@ assert first_step(torch.ones(1).half(), [1e-6], eps=1e-4) == [1.0]  # nothing is
 # **What you see.** Often there is no message. A model that is good on short inputs fails on long
 # ones, a count stops at 256, or an index is out of range because 999 became 1000.
 #
-# **The smallest program that does it.** We compute the angles of rotary position embeddings (RoPE),
-# which are positions times frequencies. Autocast computes this matrix multiplication in bf16.
+# **The smallest program that does it.** We compute the angles of rotary position embeddings (RoPE). Each angle
+# is a position times a frequency. The angles come from a matmul, which autocast computes in bf16.
 
 
 # %%
@@ -495,8 +496,7 @@ assert rates.bfloat16().float().inv_freq != torch.tensor([1 / 3])
 # words = "running_loss total_loss tr_loss logging metric accumulate average epoch += sum XLA_USE_BF16 lightning on_epoch self.log"
 # -->
 #
-# **What you see.** The logged loss, an average that the loop computes, stands still or falls to 0, although the
-# model trains well.
+# **What you see.** The logged average of the loss stands still or falls to 0, although the model trains well.
 #
 # **The smallest program that does it.** We add up a thousand losses of 2.5.
 
@@ -546,7 +546,9 @@ assert total_of(torch.zeros((), dtype=torch.float32)) == 2500
 # **What you see.** PyTorch refuses many operations on the weights. Or the model runs, but its results are
 # bad.
 #
-# **The smallest program that does it.** We cast small weights to FP8 without a scale, and compute with them.
+# **The smallest program that does it.** We cast small weights to FP8 without a scale. The cell prints the errors
+# of five calls: FP8 plus FP8, FP8 plus fp32, and a linear layer without bias, with an fp32 bias and with an FP8
+# bias. Then it prints how many weights became zero.
 
 # %%
 torch.manual_seed(0)
@@ -560,14 +562,17 @@ print(f"zeros: {(stored.float() == 0).float().mean():.0%}")
 assert 0.1 < (stored.float() == 0).float().mean() < 0.2
 
 # %% [markdown]
-# **Why.** FP8 is a format for storage and for special matmuls. PyTorch lacks operations for FP8, such
-# as additions, and does not promote FP8 to other dtypes. <!-- tests/notebooks/test_08b_learning.py --> The positive numbers of the E4M3 format range from 0.002 to 448, so without a
-# scale small weights become zero.
+# **Why.** FP8 is a format for storage and for special matmuls. PyTorch has few other operations for FP8: for
+# example, no addition. It also does not promote FP8 to other dtypes.
+# <!-- tests/notebooks/test_08b_learning.py -->
+#
+# The positive numbers of the E4M3 format range from 0.002 to 448. So without a scale, small weights become zero.
 #
 # **The fix.** Use a library that stores a scale with each FP8 weight, such as
 # [torchao](https://github.com/pytorch/ao/blob/main/torchao/quantization/quantize_/workflows/float8/float8_tensor.py).
-# To scale by hand, divide the weight by `scale = weight.abs().max() / 448` before the cast. Before the matmul, cast the weight back to
-# the dtype of the input and multiply it by `scale`.
+# To scale by hand, compute a `factor`, which is `weight.abs().max() / 448`. Divide the weight by the factor
+# before you cast it to FP8. Before the matmul, cast the weight back to the dtype of the input and multiply it by
+# the factor.
 
 
 # %%
@@ -580,6 +585,8 @@ assert error < 0.04 < 0.08 < plain_error
 # %% [markdown]
 # ## Further reading
 #
+# - [Numerical accuracy](https://docs.pytorch.org/docs/stable/notes/numerical_accuracy.html): where PyTorch's
+#   results can overflow or be less exact.
 # - [Automatic mixed precision
-#   examples](https://docs.pytorch.org/docs/stable/notes/amp_examples.html): the right order of calls
-#   for clipping, accumulation, several losses, models and optimizers.
+#   examples](https://docs.pytorch.org/docs/stable/notes/amp_examples.html): where the calls of the scaler belong
+#   in a training loop.

@@ -363,6 +363,14 @@ def test_integers_have_no_gradients():
         torch.zeros(2, dtype=torch.int8, requires_grad=True)
 
 
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
+def test_optimizers_cannot_update_fp8_weights(optimizer):
+    weight = nn.Parameter(torch.ones(2).to(E4M3))
+    weight.grad = torch.ones(2).to(E4M3)
+    with pytest.raises(NotImplementedError, match="Float8_e4m3fn"):
+        optimizer([weight]).step()
+
+
 # --- torchao ---
 
 
@@ -481,8 +489,9 @@ def test_half_does_not_change_quantized_weights():
     exec(program("Can I call `.half()` or `.to(dtype)` on a quantized model?"), names)
     model = names["model"]
     model(torch.randn(2, 64).bfloat16())
-    model.half()
-    assert model[0].weight.dtype is torch.bfloat16
+    for cast in (model.half, lambda: model.to(torch.float16)):
+        cast()
+        assert model[0].weight.dtype is torch.bfloat16
     with pytest.raises(RuntimeError, match="same dtype"):
         model(torch.randn(2, 64).half())
 
@@ -529,6 +538,7 @@ def test_fnuz_has_half_the_value_and_no_negative_zero():
     assert names["weight"].dtype is torch.float8_e4m3fnuz
     assert torch.equal(names["weight"].float() * names["scale"], weight.float() * 0.25)
     assert torch.tensor([-128], dtype=torch.int8).view(torch.float8_e4m3fnuz).float().isnan()
+    assert torch.finfo(torch.float8_e4m3fnuz).max == 240
 
 
 def test_an_fp8_cache_with_scale_1_clips_large_keys():

@@ -7,6 +7,8 @@ import pytest
 import torch
 from definitions import definitions
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torchvision.models import resnet50
 
 import build_pairs
 from amp_lab import Precision
@@ -101,3 +103,14 @@ def test_only_the_head_saves_for_backward_if_the_rest_is_frozen(frozen):
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.shape) or t, id):
         model(torch.ones(2, 3, 6, 6))
     assert (set(saved) == {(2, 4)}) == frozen
+
+
+def test_amp_halves_the_output_of_every_layer():
+    dtypes = set()
+    with FakeTensorMode():
+        model = resnet50()
+        for module in model.modules():
+            module.register_forward_hook(lambda module, args, output: dtypes.add(output.dtype))
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            model(torch.rand(2, 3, 64, 64))
+    assert dtypes == {torch.bfloat16}

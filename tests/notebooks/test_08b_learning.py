@@ -70,6 +70,21 @@ def test_gradients_that_became_zero_stay_zero_at_any_learning_rate():
     assert 1e6 * torch.tensor(1e-4 / 16384).half() == 0
 
 
+def test_a_gradient_of_2_keeps_the_scale_of_fp16_at_2_to_14_or_15():
+    scaler = torch.amp.GradScaler("cpu", growth_interval=1)
+    model = nn.Linear(2, 2)
+    optimizer, scales = torch.optim.SGD(model.parameters(), lr=1e-3), set()
+    for _ in range(20):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = model(torch.tensor([[1.0, 2.0]])).sum()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        scales.add(scaler.get_scale())
+    assert scales == {2.0**14, 2.0**15}
+
+
 def test_the_cleared_cache_does_what_another_block_does():
     model, x = nn.Linear(2, 2), torch.ones(1, 2)
     with torch.autocast("cpu", dtype=torch.bfloat16):
