@@ -9,14 +9,14 @@
 # %% [markdown]
 # # Put AMP into an image-classification loop, and keep accuracy
 #
-# **What you'll do.** Write an ordinary training loop for MobileNetV2 and put AMP into it line by line.
-# Train in FP32 and with AMP, and compare the accuracy. Then find out why AMP makes this network slower
-# on some devices, and resume an interrupted run to the last bit.
+# **What you'll do.** Add AMP to an ordinary training loop for MobileNetV2. Train in FP32 and with AMP,
+# and compare the accuracy. Find the layers that AMP makes slower on some devices. Then resume an
+# interrupted run, and check that it gives the same weights to the last bit.
 #
 # **What you'll learn.**
 # - which lines of the loop change, and how one function serves every precision;
 # - how to tell whether reduced precision has cost accuracy;
-# - why a network can be slower under autocast, and how to find the layers that cause it;
+# - how to find the layers that are slower under autocast;
 # - what to save and load so that a run with a scaler can be resumed.
 #
 # **What you need.** [Notebook 03](03_grad_scaler_step_by_step.ipynb) introduces `GradScaler`. [Notebook
@@ -63,13 +63,14 @@ assert logits.dtype is torch.bfloat16
 assert loss.dtype is weight.dtype is weight.grad.dtype is torch.float32
 
 # %% [markdown]
-# Only the logits are in bf16, because they come from a linear layer. After `logits.float()`, the loss is
-# computed in fp32. The weights and their gradients stay in fp32, so nothing changes for the optimizer.
+# Only the logits are in bf16: they come from a linear layer, which autocast runs in bf16. After
+# `logits.float()`, the loss is computed in fp32. The weights and their gradients stay in fp32, so nothing
+# changes for the optimizer.
 #
 # ## Settings and data
 #
-# The full scale trains the whole network in batches of 128. The quick scale trains a narrower network
-# with fewer blocks.
+# At the *full* scale, we train the whole network in batches of 128. At the *quick* scale, we train a
+# narrower network with fewer blocks, in batches of 64.
 
 # %%
 DOWNLOAD = False  # True: fetch CIFAR-10 (170 MB) into data/ if it is not there
@@ -95,8 +96,9 @@ print(f"{kind_of_data}: {len(data.train)} training and {len(data.test)} test ima
 assert len(data.train) > config["batch_size"]
 
 # %% [markdown]
-# The augmentation and the order of the training images depend only on the seed and the epoch, so every
-# precision sees the same pixels. <!-- tests/train/data/test_images.py -->
+# The training images are augmented: each is changed slightly at random, for example by a shift. The
+# augmentation and the order of the images depend only on the seed and the epoch, so every precision
+# sees the same pixels. <!-- tests/train/data/test_images.py -->
 
 
 # %%
@@ -108,14 +110,16 @@ def train_loader(epoch, seed):
 # %% [markdown]
 # ## The same loop with AMP
 #
-# This is an ordinary training loop with AMP. The comment `# AMP` marks new and changed lines. The
-# forward pass and the loss run under autocast, and the scaler handles `backward` and `step`.
-# <!-- tests/notebooks/test_05_cifar10_mobilenet.py -->
+# Below is an ordinary training loop to which we have added AMP. The comment `# AMP` marks each line that
+# is new or changed. The forward pass and the loss run under autocast, and the scaler handles `backward`
+# and `step`. <!-- tests/notebooks/test_05_cifar10_mobilenet.py -->
 #
 # Both autocast and `GradScaler` take `enabled=`. With `enabled=False`, autocast casts nothing, and the
 # scaler leaves the loss unchanged and only calls `optimizer.step`. So one loop serves every precision:
 # we enable autocast for fp16 and bf16, and the scaler for fp16 alone.
 # <!-- tests/notebooks/test_05_cifar10_mobilenet.py -->
+#
+# If the scaler skips a step, `scheduler.step()` still runs, so the schedule stays the same. <!-- code -->
 
 
 # %%
@@ -198,10 +202,10 @@ def train(precision, seed):
 
 
 # %% [markdown]
-# On a GPU, we compare FP32 with the precisions that it accelerates. On a CPU, we leave out fp16, because it
-# is slow on [some CPUs](../docs/hardware.md). Each precision trains with three seeds.
+# On a GPU, we compare FP32 with the precisions that the GPU accelerates. On a CPU, we leave out fp16,
+# because it is slow on [some CPUs](../docs/hardware.md). We train three seeds in each precision.
 #
-# Before you run this: do two precisions differ more than two seeds do, or less?
+# Before you run this: which will differ more in accuracy, two precisions or two seeds?
 
 # %% tags=["nbval-ignore-output"]
 report = describe_device(device)
@@ -218,17 +222,20 @@ assert all((loss[:, -1] < 0.5 * loss[:, 0]).all() for loss in losses.values())  
 
 # %% [markdown]
 # Each line is the mean over three seeds. The band around a line reaches from the lowest to the highest
-# result of the seeds.
+# of the three results.
 #
 # ## Is the accuracy the same?
 #
-# Accuracy also depends on the seed and on the choice of test images. The *standard error* tells how
-# far the accuracy would typically change with other test images. For an accuracy $p$ on $n$ images it
-# is about $\sqrt{p (1 - p) / n}$.
+# The accuracy also depends on the seed and on the choice of test images. We measure both effects in
+# percentage points:
 #
-# The *spread of the seeds* is the largest difference between two seeds of one precision. Our rough
-# yardstick is this spread plus two standard errors: a difference between precisions counts only if it is
-# larger. We compute all of them, in percentage points:
+# - The *spread of the seeds*: in each precision, we take the highest accuracy of a seed minus the lowest.
+#   The spread is the largest of these differences.
+# - The *standard error*: with other test images, the accuracy would typically change by about this much.
+#   For an accuracy $p$ on $n$ images it is about $\sqrt{p (1 - p) / n}$.
+#
+# Our rough yardstick is the spread plus two standard errors. A difference between two precisions counts
+# only if it is larger than this yardstick.
 
 # %% tags=["nbval-ignore-output"]
 final = {precision: accuracy[:, -1] for precision, accuracy in accuracies.items()}  # (seeds,) each
@@ -243,21 +250,23 @@ for precision, found in final.items():
 print(f"seeds differ by up to {100 * spread:.1f} points, standard error {100 * error:.1f} points")
 
 # %% [markdown]
-# The last line gives the yardstick: its first number plus twice its second number. The precisions differ
-# by less, so the difference does not count, even if one mean is lower. With so few seeds and images, we
-# would not notice a real difference of a few points either.
+# The last line gives both effects. The yardstick is its first number plus twice its second number. The
+# precisions differ by less, so the difference does not count, even if one mean is lower.
+#
+# This yardstick is coarse. With so few seeds and images, we could miss a real difference of a few
+# points.
 #
 # ## Find the slow layers
 #
-# On a CPU, AMP can make MobileNetV2 *slower*. To find the slow layers, we time them by kind. After its
-# first convolution, MobileNetV2 has two kinds of convolution:
+# On a CPU, AMP can make MobileNetV2 *slower*. To find the slow layers, we time each kind of convolution
+# separately. After its first convolution, MobileNetV2 has two kinds:
+# <!-- tests/notebooks/test_05_cifar10_mobilenet.py -->
 #
-# - A *pointwise* convolution has 1x1 kernels and is a matmul over the channels.
-# - A *depthwise* convolution has 3x3 kernels, and each kernel sees a single channel. So the convolution
-#   computes little for each byte that it moves. We time depthwise convolutions with stride 2 separately.
-#   <!-- tests/notebooks/test_05_cifar10_mobilenet.py -->
+# - A *pointwise* convolution has 1x1 kernels. It is a matmul over the channels.
+# - A *depthwise* convolution has 3x3 kernels, and each kernel sees a single channel. We time depthwise
+#   convolutions with stride 2 as a third kind.
 #
-# We compare FP32 with one 16-bit precision of our training runs.
+# We compare FP32 with one 16-bit precision of our training runs. TF32 is off for FP32, as in training.
 
 # %%
 amp = next((p for p in fit_for if p.dtype is not torch.float32), Precision.BF16)
@@ -276,9 +285,12 @@ def in_mode(precision, function):
 
 
 # %% [markdown]
-# We run all convolutions of a kind, forward and backward, on images of 64x64 pixels. Only four of the 52
-# convolutions are depthwise with stride 2. Before you run this: how much of the time can these four
-# take?
+# We time the full MobileNetV2 at both scales, on images of 64x64 pixels. (On 32x32 pixels, the last
+# convolution would see a single pixel.) For each kind, we run all its convolutions forward and backward.
+# <!-- tests/notebooks/test_05_cifar10_mobilenet.py -->
+#
+# Only four of the 52 convolutions are depthwise with stride 2. Before you run this: what share of the time
+# will these four take in FP32, and what share under autocast?
 
 # %% tags=["nbval-ignore-output"]
 kind_times = {}
@@ -295,14 +307,15 @@ assert list(kind_times) == list(KINDS)
 # Each kind of layer has two bars: FP32 on the left, and autocast, hatched, on the right. The number
 # above a hatched bar is the speed-up of autocast, so a number below 1x means that autocast is slower.
 #
-# On the CPU of this run, autocast makes the depthwise layers slower. The four with stride 2 alone lose
-# more time than all other convolutions gain.
+# On the CPU of this run, autocast makes the depthwise layers slower. In FP32, the four layers with stride
+# 2 take less than a tenth of the time. Under autocast, they take more than a third. They lose far more
+# time than the pointwise layers gain.
 #
 # ## Resume: to the last bit
 #
 # A checkpoint has to hold everything that changes during a run: the network, the optimizer, the
-# schedule, the scaler, the number of epochs done, and the states of the random generators, which dropout
-# uses. We test that an interrupted run ends with *the same weights, bit for bit*, as an uninterrupted run.
+# schedule, the scaler, the number of epochs done, and the states of the random number generators (for
+# dropout). We check that a resumed run ends with *the same weights, bit for bit*, as an uninterrupted run.
 #
 # We use a tiny run of 16 steps in fp16, on digits of 8x8 pixels
 # ([`course/tiny_run.py`](course/tiny_run.py)). Its loss scale starts far too high, so the scaler has
@@ -318,7 +331,7 @@ def continue_run(run, epochs):
 
 
 # %% [markdown]
-# One run trains to the end, and another is saved halfway.
+# We train one run to the end. We train a second run halfway and save it.
 
 # %%
 whole = new_tiny_run(0, device)
@@ -367,7 +380,7 @@ print("bitwise equal: weights, optimizer, scaler, schedule")
 
 # %% [markdown]
 # Now we leave out one state at a time: optimizer, schedule, scaler or random states. Before you run
-# this: without which of them do the weights stay the same?
+# this: which of them could be left out without changing the final weights?
 
 # %%
 for name in ("optimizer", "scheduler", "scaler", "random"):
@@ -387,8 +400,9 @@ folder.cleanup()
 #   the scaler. With `enabled=`, one loop serves every precision. One scaler serves the whole run.
 # - By our yardstick, a difference in accuracy counts if it is larger than the spread of the seeds plus
 #   two standard errors.
-# - Time autocast on the sizes that you use. If autocast is slower than FP32, time the layers by kind,
-#   and run the slow kinds in [an fp32 island](02_autocast_dtypes.ipynb).
+# - Time autocast on your own network, with the batch and image size that you use. If autocast is slower
+#   than FP32, time the layers by kind, and run the slow kinds in [an fp32
+#   island](02_autocast_dtypes.ipynb).
 # - If a run uses a scaler or random numbers, its checkpoint needs their states. To see that nothing is
 #   missing, check that a resumed run ends with bitwise equal weights.
 #
@@ -407,9 +421,9 @@ exercises = checks_of("05_cifar10_mobilenet")
 # %% [markdown]
 # ### 1. Which difference counts?
 #
-# You test two precisions on 900 images, and FP32 classifies 90 % of them right. The seeds of both
-# precisions differ by up to 0.5 points. By the yardstick of this notebook, by how many points must the
-# two precisions differ before the difference counts?
+# You test two precisions on 900 images, and FP32 classifies 90 % of them right. In each precision, the
+# accuracy differs by up to 0.5 points between seeds. By the yardstick of this notebook, by how many
+# points must the two precisions differ before the difference counts?
 
 # %%
 needed_difference = ...  # in percentage points

@@ -23,8 +23,8 @@
 #
 # **What you need.** You need no GPU. This notebook is a reference, so read only the section that you need.
 # The [index](08_when_amp_breaks.ipynb) lists all failures. The code of a failure, such as `AMP0015`,
-# stands below its heading. In the programs, `make` returns a model and its optimizer, and `message_of`
-# returns the message of the error that a call raises.
+# stands below its heading. In the programs, `make` returns a linear layer with two inputs and two outputs,
+# and its SGD optimizer. `message_of` returns the message of the error that a call raises.
 
 # %% tags=["nbval-ignore-output"]
 import io
@@ -60,7 +60,7 @@ x = torch.tensor([[1.0, 2.0]])  # (1, 2), the input of most programs below
 # words = "clipping clip_grad_norm_ clip_grad_value_ max_grad_norm wandb hook halts"
 # -->
 #
-# **What you see.** There is no message. With SGD, the model learns without clipping, but hardly with clipping.
+# **What you see.** There is no message. Once you clip the gradients, a model trained with SGD hardly learns.
 # The logged gradient norm is huge, and sometimes jumps by a factor of 2.
 #
 # **The smallest program that does it.** We clip to a norm of 1 right after `backward`.
@@ -88,7 +88,9 @@ assert moved < 2e-5
 
 # %% [markdown]
 # **Why.** The gradients were clipped while they were still multiplied by the loss scale, such as
-# 65536. `scaler.step` divides them by the scale afterwards, so they become almost zero.
+# 65536. `scaler.step` divides them by the scale afterwards, so they become almost zero. Adam hides this,
+# because it divides the update by the size of the gradients. If the scaler halves or doubles the scale, the
+# logged norm is halved or doubled too. <!-- tests/notebooks/test_08d_loop_and_resume.py -->
 #
 # **The fix.** Call `scaler.unscale_(optimizer)` after the backward pass and before you clip or log gradients.
 
@@ -153,20 +155,20 @@ print(message)
 assert "of order 2.0 for gradients from `parameters` is non-finite" in message
 
 # %% [markdown]
-# **Why.** A gradient is infinite or NaN, and with `error_if_nonfinite=True` clipping raises an error in that
-# case. With a `GradScaler` an overflow now and then is normal, because `scaler.step` skips that step and
-# `scaler.update` lowers the scale.
+# **Why.** A gradient is infinite or NaN. In this case, clipping with `error_if_nonfinite=True` raises an error.
+# With a `GradScaler`, an overflow now and then is normal, because the scaler raises the scale until a gradient
+# overflows. The overflow does no harm: `scaler.step` skips the step, and `scaler.update` lowers the scale.
 #
-# **The fix.** In fp16, keep the default `error_if_nonfinite=False` and let the scaler skip the step.
-# Without a scaler, as in bf16, nothing skips the step: keep the error, and find the cause of the infinity.
+# **The fix.** In fp16, pass `error_if_nonfinite=False` (PyTorch's default), and let the scaler skip the step.
+# In bf16 no scaler skips the step, so pass `error_if_nonfinite=True`, and find the cause of the infinity.
 # <!-- tests/notebooks/test_07_training_recipes.py -->
 
 # %%
 assert overflowing_step(strict=False) == 32768  # half of 65536: the step was skipped
 
 # %% [markdown]
-# **Not this.** Do not replace infinite gradients by numbers (`nan_to_num_`) before `unscale_`. The scaler
-# then sees no overflow: it keeps the scale, and the optimizer steps with arbitrary gradients.
+# **Not this.** Do not replace infinite gradients by finite numbers (`nan_to_num_`) before `unscale_`. The
+# scaler then finds no overflow, so it keeps the scale, and the optimizer steps with wrong gradients.
 
 # %%
 assert overflowing_step(strict=False, replace=True) == 65536
@@ -214,8 +216,9 @@ print("one block around the loop:", *[f"{loss:.1f}" for loss in stuck])
 assert stuck[0] == stuck[1] == stuck[2]
 
 # %% [markdown]
-# **Why.** By default, autocast keeps the 16-bit copies of trained weights until the outermost block ends. Inside one
-# block around the loop, the optimizer changes the weights, but the forward pass uses the old copies.
+# **Why.** By default, autocast casts each weight that requires a gradient once. It keeps this 16-bit copy until
+# the outermost block ends. Inside one block around the loop, the optimizer changes the weights, but the
+# forward pass uses the old copies.
 #
 # An outer block with `enabled=False` has the same effect. The copies also become outdated if you copy other
 # values into the weights, such as averages (EMA), between two forward passes.
@@ -262,8 +265,8 @@ with torch.autocast("cpu", dtype=torch.bfloat16):
 # **What you see.** A run was fine when you saved its checkpoint. After you load the checkpoint, the loss is
 # higher or NaN, the first steps are skipped, or the run deviates from an uninterrupted run.
 #
-# **The smallest program that does it.** We train with gradients of 1 and -1. Then comes a small gradient
-# of 0.01. We take this step with the saved Adam state and with a new Adam, and print its size.
+# **The smallest program that does it.** We train Adam with gradients of 1 and -1. Then we take one step with
+# a gradient of 0.01: once with the saved state, and once with a new Adam. We print the size of this step.
 
 
 # %%
@@ -286,16 +289,20 @@ print(f"first step: {with_saved:.0e} with the saved Adam, {with_new:.0e} with a 
 assert with_new > 10 * with_saved
 
 # %% [markdown]
-# **Why.** A part of the run's state is missing from the checkpoint, such as the state of the optimizer or
-# the scaler. Or a part was damaged before it was saved. A new Adam moves nearly every weight by the full learning rate in
-# its first step. A new `GradScaler` starts at 65536, so the first steps may overflow and be skipped.
-# <!-- tests/notebooks/test_08d_loop_and_resume.py -->
+# **Why.** Some of the run's state is missing from the checkpoint, or has wrong values.
 #
-# Examples of damage: <!-- tests/notebooks/test_08d_loop_and_resume.py -->
-# - The weights were saved with `.half()`. A running variance of 100,000 became infinite.
-# - The *optimizer's* state was saved in 16 bits. Adam's `step` is a tensor too: in bf16, 301 is rounded to
-#   300. Before you load such a file, set `step` to the true number in fp32.
-# - The NaN was in the checkpoint already, for example in [buffers of batch
+# Missing state: <!-- tests/notebooks/test_08d_loop_and_resume.py -->
+# - Without the optimizer's state, a new Adam moves nearly every weight by the full learning rate in its first
+#   step.
+# - Without the scaler's state, a new `GradScaler` starts at 65536, so the first steps may overflow and be
+#   skipped.
+#
+# Wrong values: <!-- tests/notebooks/test_08d_loop_and_resume.py -->
+# - The model was saved with `.half()`. A running variance of 100,000 becomes infinite in fp16.
+# - The *optimizer's* state was saved in bf16. Adam's `step` is a tensor too. In bf16, 301 is rounded to 300, and
+#   300 + 1 is rounded to 300 again, so Adam no longer counts its steps. After you load such a state, set each
+#   `step` in `optimizer.state` to the true number, as an fp32 tensor.
+# - The checkpoint contained NaN already, for example in [buffers of batch
 #   normalisation](08a_values.ipynb#Training-is-fine-but-evaluation-is-NaN).
 #
 # **The fix.** Save and load everything that a step changes: model, optimizer, scaler, learning rate
@@ -311,11 +318,12 @@ step = torch.tensor(301.0).bfloat16()
 assert step == step + 1 == 300
 
 # %% [markdown]
-# **Not this.** If loading the optimizer's state makes the loss NaN, do not leave the state out, because the
-# first steps can then be too large. Repair the state or its dtype.
+# **Not this.** If loading the optimizer's state makes the loss NaN, do not start with a new optimizer: its
+# first steps can be too large. Repair the state or its dtype.
 #
-# **Notice it earlier.** Before you save, check that all parameters and buffers are finite. `amp-lab
-# migrate` finds a checkpoint without the state of the scaler. <!-- tests/remedies/test_migrate_remedies.py -->
+# **Notice it earlier.** Before you save, check that all parameters and buffers are finite. Run `amp-lab
+# migrate` on your training script: it reports a checkpoint that is saved without the state of the scaler.
+# <!-- tests/remedies/test_migrate_remedies.py -->
 
 # %% [markdown]
 # ## Weights and optimizer state have different dtypes
@@ -341,11 +349,11 @@ assert step == step + 1 == 300
 # **What you see.** `optimizer.step()`, or the update of a moving average of the weights (EMA), raises a
 # message such as these, possibly with other dtypes:
 # - ``expected dtype float for `end` but got dtype c10::BFloat16``
-# - ``expected dtype torch.float32 for `end`, but got dtype torch.bfloat16`` (compiled)
+# - ``expected dtype torch.float32 for `end`, but got dtype torch.bfloat16`` (under `torch.compile`)
 # - `params, grads, exp_avgs, and exp_avg_sqs must have same dtype, device, and layout` ([fused, on a
 #   GPU](https://github.com/pytorch/pytorch/issues/110758))
 #
-# Or there is no error, but the weights become NaN soon after you load the optimizer's state.
+# Or there is no error, but the weights become infinite or NaN soon after you load the optimizer's state.
 #
 # **The smallest program that does it.** We cast the model between two steps.
 
@@ -360,9 +368,9 @@ print(message)
 assert "expected dtype float for `end` but got dtype c10::BFloat16" in message
 
 # %% [markdown]
-# **Why.** The model was cast after the optimizer or the average was created. The moments of the optimizer,
-# or the averaged weights, therefore have a different dtype from the weights. Adam, unless it is
-# fused, uses `lerp`, which refuses two dtypes.
+# **Why.** The model was cast after the optimizer's first step, or after the average was created. The moments of
+# the optimizer, or the averaged weights, therefore have a different dtype from the weights. By default, Adam
+# uses `lerp`, which refuses two dtypes.
 #
 # **The fix.** Cast the model first, then create the optimizer and the average, and load their states last.
 # If you use autocast, do not cast the model at all. For an fp32 average of bf16 weights, cast in the
@@ -375,8 +383,8 @@ assert adam.state[model.weight]["exp_avg"].dtype is torch.bfloat16
 
 # %% [markdown]
 # **Not this.** Do not load fp32 state into the optimizer of an fp16 model. `load_state_dict` casts the
-# moments to the dtype of the weights. In fp16, small second moments and the epsilon of 1e-8 are 0, so an
-# Adam that is not fused divides by 0. Keep the weights in fp32, and use autocast.
+# moments to the dtype of the weights. In fp16, small second moments and the epsilon of 1e-8 become 0, so Adam
+# divides by 0, unless it is fused. Keep the weights in fp32, and use autocast.
 # <!-- tests/notebooks/test_08d_loop_and_resume.py -->
 #
 # We load a second moment of 1e-13 into the optimizer of an fp16 model:
@@ -427,7 +435,7 @@ print(message)
 assert "The source state dict is empty, possibly because it was saved from a disabled" in message
 
 # %% [markdown]
-# **Why.** The checkpoint was saved by a run whose scaler was disabled, such as one in bf16, in fp32, or
+# **Why.** The checkpoint was saved by a run whose scaler was disabled, such as a run in bf16, in fp32, or
 # on a machine without a GPU. A disabled `GradScaler` has no state and saves an empty dict.
 #
 # **The fix.** Load the scaler's state only if the saved dict is not empty. A new scaler finds its
@@ -487,8 +495,8 @@ print(message[message.index(refused) :].partition(" Please")[0])
 # %% [markdown]
 # **Why.** The checkpoint contains the scaler object instead of its `state_dict()`. [From PyTorch 2.6
 # on](https://docs.pytorch.org/docs/stable/notes/serialization.html#weights-only), `torch.load` by default
-# reads only a few types, such as tensors, numbers, strings and containers, because loading other objects can
-# run code.
+# reads only a few types, such as tensors, numbers, strings and containers. Loading other objects could run
+# code.
 #
 # **The fix.** Save `scaler.state_dict()`, and load it with `scaler.load_state_dict`. Load your old file
 # once with `weights_only=False`, and save it again with `scaler.state_dict()`.

@@ -86,7 +86,8 @@ def bytes_held(dtype, optimizer):
 
 
 # %% [markdown]
-# We print the bytes of each setup, and the memory for a model of 7 billion parameters:
+# We print the bytes per parameter in each setup. We also print the memory that weights, gradients and
+# optimizer state take in a model of 7 billion parameters (activations come on top):
 
 # %%
 held = {name: bytes_held(*setup) for name, setup in SETUPS.items()}
@@ -141,12 +142,14 @@ class Adam:
 # - [**Stochastic rounding**](https://arxiv.org/abs/2010.06192) rounds up or down at random. A sum that
 #   lies three tenths of the way to the next number is rounded up in three cases out of ten.
 # - **Kahan summation** keeps a second bf16 number for each weight. This number stores the error of the last
-#   rounding. The next step adds it to the update.
+#   rounding. The next step adds this error to its update.
 # - **fp32 masters** are a copy of the weights in fp32. The optimizer updates this copy, then casts it
 #   to bf16.
 #
-# A bf16 number is the upper half of the bits of an fp32 number. `stochastic` adds 16 random bits to the
-# lower half, and then sets the lower half to zero. <!-- code -->
+# A bf16 number is the upper half of the bits of an fp32 number. `stochastic` adds a random number of 16
+# bits to the lower half. If the sum does not fit into the lower half, a 1 is carried into the upper half.
+# The upper half is then the next bf16 number. At the end, `stochastic` sets the lower half to zero.
+# <!-- code -->
 
 
 # %%
@@ -261,10 +264,12 @@ for cured in ("bf16, stochastic", "bf16, Kahan", "bf16, masters"):
     assert lag < 0.1 * (min(at_the_end(losses["bf16, nearest"])) - of_fp32)
 
 # %% [markdown]
-# For each way, the figure shows the loss minus the fp32 loss with the same seed. Lines are the mean over
-# three seeds, and bars show the range. The grey band is the range of the fp32 loss over the seeds. With rounding
-# to nearest, the network with bf16 weights learns far more slowly than in fp32. With the three other ways
-# it learns about as fast as in fp32.
+# For each way, the figure shows the loss minus the fp32 loss with the same seed. Each line is the mean over
+# three seeds, and the bars show their range. The grey band shows how far the fp32 losses of the seeds lie from
+# their mean. Each loss is averaged over the last ten steps, so the lines begin at step 10.
+#
+# With rounding to nearest, the network with bf16 weights learns far more slowly than in fp32. With the three
+# other ways it learns about as fast as in fp32.
 #
 # AMP has fp32 masters too: the model's fp32 weights are the masters, and autocast [casts
 # them](02_autocast_dtypes.ipynb). PyTorch's own AdamW rounds to nearest. So if you convert a model with
@@ -298,14 +303,17 @@ for count in (1, 8, 64, 224):
 assert off[1] < 2**-8 < off[64] < off[224]
 
 # %% [markdown]
-# For many micro-batches, sum in fp32. In DeepSpeed, set [`"data_types": {"grad_accum_dtype":
+# For many micro-batches, sum in fp32. With AMP this is already so, because the weights and [their
+# gradients](05_cifar10_mobilenet.ipynb#The-idea-in-five-lines) are in fp32. With weights in bf16, add each
+# gradient to an fp32 tensor. In DeepSpeed, set [`"data_types": {"grad_accum_dtype":
 # "fp32"}`](https://www.deepspeed.ai/docs/config-json/).
 #
 # ## State in fewer bits
 #
-# Adam's state has two moments: a moving average of the gradients (the *mean*) and a moving average of
-# their squares (the *second moment*). In bf16 the second moment has the same problem as the weights. If
-# the gradient is 0, the second moment should shrink by 0.1 % in each step (with a beta2 of 0.999):
+# Adam's state has two moments: a moving average of the gradients (the *mean*), and a moving average of
+# their squares (the *second moment*; below, the *squares*). In bf16 the second moment has the same problem
+# as the weights. If the gradient is 0, the second moment should shrink by 0.1 % in each step (with a beta2
+# of 0.999):
 
 # %%
 square = torch.tensor(1.0, dtype=torch.bfloat16)
@@ -317,15 +325,18 @@ assert square == 1
 # %% [markdown]
 # The second moment does not shrink, so Adam's steps after a large gradient stay too small.
 #
-# With a scale for each block of values, even eight bits can be enough. The scale is in fp32, so it can
-# shrink by 0.1 %. If the gradients of a whole block are 0, all its values shrink with the scale.
+# Now we use eight or four bits for each value, and a scale in fp32 for each block of values. If all values
+# of a block shrink by 0.1 %, the scale shrinks by 0.1 %, so this change is not lost. If only some values
+# shrink, the change can still be lost. Training will show whether the state is accurate enough.
 # <!-- tests/formats/test_scaling.py -->
 #
-# We use blocks of 256 values (128 in four bits), as [torchao
-# does](https://github.com/pytorch/ao/blob/main/torchao/optim/adam.py). We compare two kinds of formats:
+# A block has 256 values (128 in four bits), as in
+# [torchao](https://github.com/pytorch/ao/blob/main/torchao/optim/adam.py). We compare three formats:
 #
-# - *INT8*: evenly spaced numbers from -127 to 127;
-# - *no zero*: evenly spaced numbers that begin above zero, only for the squares.
+# - *INT8*: evenly spaced numbers from -127 to 127, for the mean and the squares;
+# - *INT8, no zero*: INT8 for the mean; for the squares, 256 evenly spaced numbers that begin above zero;
+# - *4 bits, no zero*: [E2M1](15_below_16_bits.ipynb) for the mean; for the squares, 16 evenly spaced numbers
+#   that begin above zero.
 
 
 # %%
@@ -399,13 +410,15 @@ for name, store in (("INT8", int8), ("INT8, no zero", without_zero(8))):
 assert zeros["INT8"] > 0.1 > zeros["INT8, no zero"] == 0
 
 # %% [markdown]
-# INT8 stores a large share of the squares as 0. If a stored square is 0 and the next gradient is 0 too,
-# Adam divides the mean by epsilon alone, and the update can become huge. The format without a zero
-# stores a small square as its smallest number.
+# INT8 stores a large share of the squares as 0. If a stored square is 0 and the next gradient is 0 or tiny,
+# Adam divides the mean by little more than epsilon (1e-8), so the update can become huge. Such updates make
+# the weights and the loss grow until the loss is NaN. The format without a zero stores a small square as its
+# smallest number.
 #
 # [torchao's optimizers](https://github.com/pytorch/ao/tree/main/torchao/optim) store the state in few
-# bits. In your own code, replace only the optimizer. For weights in bf16, set
-# `bf16_stochastic_round=True`:
+# bits. Their 8-bit format has a zero, but also [many numbers close to
+# zero](https://github.com/pytorch/ao/blob/main/torchao/optim/quant_utils.py), so few squares become 0. In
+# your own code, replace only the optimizer. For weights in bf16, set `bf16_stochastic_round=True`:
 #
 # ```python
 # from torchao.optim import AdamW8bit
@@ -419,7 +432,7 @@ assert zeros["INT8"] > 0.1 > zeros["INT8, no zero"] == 0
 #   distance to the next number.
 # - Stochastic rounding, Kahan summation (2 more bytes) and fp32 masters (4 more bytes) each fixed this
 #   problem here.
-# - For Adam's state, eight bits or even four were enough here, as long as no square became zero.
+# - For Adam's state, eight bits or even four were enough here, in a format that stored no square as zero.
 # - With AdamW a parameter takes 16 bytes in fp32, 8 in bf16, and about 6 in bf16 with 8-bit state.
 #
 # ## Exercises

@@ -142,6 +142,19 @@ def test_a_block_of_int8_shrinks_with_its_scale():
     torch.testing.assert_close(found, values * 0.999**1000, rtol=1e-3, atol=0)
 
 
+def test_a_value_of_int8_does_not_shrink_alone():
+    """The largest value of its block keeps the scale, and a thousandth is less than half a step."""
+    form = Format("int8 in blocks", ELEMENTS["int8"], (1, 256))
+    values = torch.rand(1, 256, generator=torch.Generator().manual_seed(0))
+    values[0, 0] = 1
+    found = values = quantize(values, form)
+    for _ in range(1000):
+        shrunk = 0.999 * found
+        shrunk[0, 0] = 1
+        found = quantize(shrunk, form)
+    assert torch.equal(found, values)
+
+
 def test_a_delayed_scale_clips_what_has_grown_since():
     values = torch.tensor([1.0, 2.0, 100.0])
     assert torch.equal(quantize(values, "fp8", amax=2.0), torch.tensor([1.0, 2.0, 2.0]))

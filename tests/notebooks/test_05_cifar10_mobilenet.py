@@ -128,6 +128,11 @@ def test_four_of_52_convolutions_are_depthwise_with_stride_2():
     assert set(kinds) == set(layer_times.KINDS)
 
 
+def test_on_32x32_pixels_the_last_convolution_sees_a_single_pixel():
+    sizes = {size: layer_times.convolutions(2, size)[-1][1][2:] for size in (32, 64)}
+    assert sizes == {32: (1, 1), 64: (2, 2)}
+
+
 @pytest.mark.parametrize(
     ("layer", "expected"),
     [
