@@ -216,8 +216,8 @@ print("one block around the loop:", *[f"{loss:.1f}" for loss in stuck])
 assert stuck[0] == stuck[1] == stuck[2]
 
 # %% [markdown]
-# **Why.** By default, autocast casts each weight that requires a gradient once. It keeps this 16-bit copy until
-# the outermost block ends. Inside one block around the loop, the optimizer changes the weights, but the
+# **Why.** By default, autocast casts a trainable weight only once. It keeps this 16-bit copy until the
+# outermost block ends. Inside one block around the loop, the optimizer changes the weights, but the
 # forward pass uses the old copies.
 #
 # An outer block with `enabled=False` has the same effect. The copies also become outdated if you copy other
