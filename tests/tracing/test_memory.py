@@ -242,6 +242,13 @@ def test_tensors_made_without_a_device_may_be_meant_for_the_cpu(forecast):
         forecast(Elsewhere(), values, device_type="cuda", precision="fp32")
 
 
+def test_a_model_in_bf16_has_gradients_and_state_in_bf16():
+    model = nn.Linear(64, 64, bias=False).bfloat16()
+    forecast = forecast_memory(model, torch.rand(8, 64).bfloat16(), precision="fp32")
+    assert forecast.weights == forecast.gradients == 2 * 64 * 64
+    assert forecast.optimizer == 4 * 64 * 64
+
+
 def test_gradients_and_state_exist_only_where_something_is_trained():
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     model[0].requires_grad_(False)
