@@ -458,7 +458,7 @@ assert weight.grad.count_nonzero() == 0
 # **Why.** The square of 256 is 65536, which is infinite in fp16. A finite number divided by infinity is 0.
 # Autocast leaves the multiplication `h * h` in fp16, so the square overflows long before `h` does.
 #
-# In fp16, the sum over an image in a Dice or IoU loss can overflow too: the sum of 512 x 512 ones is 262,144.
+# If you call `.half()` on a mask, its sum in a Dice or IoU loss can overflow too: 512 x 512 ones add up to 262,144.
 #
 # **The fix.** Use PyTorch's function, such as `F.rms_norm`, which does not overflow. Or call `.float()`
 # on the input of the formula, such as the logits of a loss.

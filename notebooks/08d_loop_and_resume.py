@@ -88,8 +88,8 @@ assert moved < 2e-5
 
 # %% [markdown]
 # **Why.** The gradients were clipped while they were still multiplied by the loss scale, such as
-# 65536. `scaler.step` divides them by the scale afterwards, so they become almost zero. Adam hides this,
-# because it divides the update by the size of the gradients. If the scaler halves or doubles the scale, the
+# 65536. `scaler.step` divides them by the scale afterwards, so they become almost zero. Adam can hide
+# this, because it divides the update by the size of the gradients. If the scaler halves or doubles the scale, the
 # logged norm is halved or doubled too. <!-- tests/notebooks/test_08d_loop_and_resume.py -->
 #
 # **The fix.** Call `scaler.unscale_(optimizer)` after the backward pass and before you clip or log gradients.

@@ -131,7 +131,7 @@ print("T4, a model trained in bf16:", choose(turing, "infer", trained_in="bf16")
 #
 # ## Known problems of each device
 #
-# The list that we printed from `GPUS` does not show these problems:
+# The list that we printed from `GPUS` does not show all of these problems:
 #
 # - **GTX 16.** fp16 gives NaN in some models ([report](https://github.com/pytorch/pytorch/issues/58123), [another
 #   report](https://github.com/pytorch/pytorch/issues/77955)). Use fp32.
