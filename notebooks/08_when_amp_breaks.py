@@ -234,7 +234,7 @@ assert failure.code == "AMP0018"
 # | [A bias in fp32 makes the output of a matmul fp32](08e_dtypes.ipynb#The-model-is-in-half-precision-but-its-input-is-fp32) `AMP0290` | a bias in fp32 turns every output back into float32 |
 # | [A layer returns fp16 inside a bf16 autocast block](02_autocast_dtypes.ipynb#Your-own-autograd-functions) `AMP0291` | a library's layer returns float16 under bfloat16 autocast |
 # | [transformers warns that torch_dtype is deprecated](../docs/trainers.md#should-i-load-a-model-in-fp32-or-bf16-for-fine-tuning) `AMP0311` | `` `torch_dtype` is deprecated! Use `dtype` instead! `` |
-# | [Packed 4-bit or 8-bit weights are used as if they were not quantized](../docs/quantized.md#can-i-call-half-or-todtype-on-a-quantized-model) `AMP0312` | `` dequantize_4bit…shapes cannot be multiplied `` |
+# | [Packed 4-bit weights are used as if they were not quantized](../docs/quantized.md#can-i-call-half-or-todtype-on-a-quantized-model) `AMP0312` | `` dequantize_4bit…shapes cannot be multiplied `` |
 # | [The weights are still in fp32 with mixed precision](19_choose_your_precision.ipynb#What-other-frameworks-call-it) `AMP0294` | `` because mixed precision turned on in FSDP `` |
 # | [An op returns fp32 inside an autocast block](02_autocast_dtypes.ipynb#Four-things-that-can-happen-to-an-op) `AMP0295` | torch.exp, softmax or log returns float32 under autocast, but I expected half |
 # | [A batched backward pass (vmap of autograd.grad) finds two dtypes](../docs/compile_and_kernels.md#why-is-the-output-fp32-under-vmap-and-autocast) `AMP0301` | `` Expected scalar types of X and dY are same. `` |

@@ -2,8 +2,10 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -46,6 +48,13 @@ def test_an_argument_a_file_and_stdin_give_the_same(tmp_path):
 
 def test_a_message_need_not_be_quoted():
     assert explain(*MESSAGE.split()).stdout.startswith("AMP0018")
+
+
+def test_the_page_shows_what_is_printed():
+    page = (Path(__file__).parents[2] / "docs" / "when_it_breaks.md").read_text()
+    message = re.search(r'amp-lab explain "(.+)"', page).group(1)
+    shown = re.search(r"```text\n(AMP0018.+?)```", page, re.DOTALL).group(1)
+    assert explain(message).stdout.startswith(shown)
 
 
 def test_json_has_all_of_it():
