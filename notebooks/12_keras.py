@@ -118,7 +118,7 @@ assert layers.Dense(3).compute_dtype == "float16"
 # CUDA](https://docs.pytorch.org/docs/stable/amp.html#cuda-op-specific-behavior) it runs a matrix
 # multiplication in float16 and a sum in float32. A policy applies to a whole layer.
 #
-# So under `mixed_float16`, a layer that you write computes everything in float16, unless you set its dtype.
+# So under `mixed_float16`, a layer that you write computes in float16 by default.
 # Keras's batch normalization casts its input to float32 before it squares. We compare it with a layer of our
 # own:
 
@@ -314,8 +314,8 @@ def train_net(x, y, steps, scale, growth):
 
 
 # %% [markdown]
-# `run_on_backends` starts a process for each backend, sends it the source of these functions, and returns
-# what `train_net` returns. We print the loss scale before the first step and after each step:
+# `run_on_backends` starts a process for each installed backend, sends it the source of these functions, and
+# returns what `train_net` returns. We print the loss scale before the first step and after each step:
 # <!-- tests/course/test_processes.py -->
 
 # %% tags=["nbval-ignore-output"]
@@ -346,7 +346,8 @@ for backend, record in trained.items():
 #
 # ## A mistake in a custom step
 #
-# In Keras 3, `apply` divides the gradients by the scale, even if they are not scaled. There is no error.
+# In Keras 3, `apply` of a `LossScaleOptimizer` divides the gradients by the scale, even if they are not
+# scaled. There is no error.
 # Gradients are not scaled if you forget `scale_loss`, or if you divide them yourself, as code for
 # TensorFlow 2.x does. We compare how far a weight moves with a scaled gradient and with one that is not
 # scaled:
@@ -407,7 +408,7 @@ for wrong in ({"dynamic": False}, {"loss_scale": "dynamic"}):
 #   float32 weights. You set a policy for new layers or for one layer.
 # - A policy applies to a whole layer, while autocast chooses a dtype for each op.
 # - Keep the last layer in float32, without an activation, and use a loss with `from_logits=True`.
-# - `compile` adds a loss scale if the model's policy is `mixed_float16`. If only the layers have
+# - By default, `compile` adds a loss scale if the model's policy is `mixed_float16`. If only the layers have
 #   that policy, wrap the optimizer yourself.
 # - In a custom step, `scale_loss` multiplies the loss. `apply` divides the gradients or skips the step.
 #   Do not divide by hand.

@@ -248,7 +248,7 @@ with ToyApex() as amp:
 assert old_model[0].weight.grad.norm() <= 0.1  # the last gradient is clipped
 
 # %% [markdown]
-# This is the same loop today. A comment marks each changed line. On a CPU, the final weights are the same:
+# This is the same loop today. Comments mark the new and changed calls. On a CPU, the final weights are the same:
 
 # %%
 model = new_model(device)
@@ -335,8 +335,8 @@ assert (asked.get_scale(), got.get_scale()) == (1024, 65536)
 #
 # ## Let a tool do it (optional)
 #
-# `amp-lab migrate PATH` rewrites old names of torch in files and notebooks, and reports what you have to
-# change by hand. <!-- tests/migrate/test_files.py, tests/migrate/test_apex.py -->
+# `amp-lab migrate PATH --write` rewrites old names of torch in files and notebooks, and reports what you have
+# to change by hand. Without `--write`, it changes no file. <!-- tests/migrate/test_files.py, tests/migrate/test_apex.py -->
 #
 # The following part of an old program depends on the old default dtypes and on the old order of arguments:
 
@@ -369,7 +369,7 @@ else:
 
 # %% [markdown]
 # The tool cannot rewrite the Apex loop from above. Instead, it prints what to write for three of its lines.
-# `--mark` also adds this advice to the file as comments.
+# With `--mark`, the new code also contains this advice as comments.
 
 # %%
 if find_spec("libcst") is not None:
@@ -388,7 +388,7 @@ if find_spec("libcst") is not None:
 # [Apex's manual](https://nvidia.github.io/apex/amp.html#checkpointing) asked for a checkpoint with the
 # states of model, optimizer and `amp`. When you load such a checkpoint, expect the following:
 #
-# - Names begin with `module.` if the model was wrapped for several GPUs.
+# - Names begin with `module.` if the saved model was wrapped in `DistributedDataParallel`.
 # - At O2, the weights in the file were rounded to fp16. Their dtype is fp32, because Apex's `state_dict`
 #   [cast them back to
 #   fp32](https://github.com/NVIDIA/apex/blob/e13873debc4699d39c6861074b9a3b2a02327f92/apex/amp/_initialize.py).

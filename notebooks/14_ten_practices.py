@@ -187,7 +187,8 @@ def profile_once(step):
 
 
 # %% [markdown]
-# We count how often each op runs with each dtype of its first input. A cast is a copy between two dtypes.
+# We count how often each op runs with a first input in fp32, fp16, bf16 or anything else. We count a copy
+# between two of these three dtypes as a cast.
 # <!-- tests/notebooks/test_14_ten_practices.py -->
 
 # %%

@@ -383,12 +383,12 @@ assert (usual, fnuz, torch.finfo(torch.float8_e4m3fnuz).max) == (1.0, 0.5, 240)
 # %% [markdown]
 # ## Test your own model
 #
-# By default, `rehearse` tests these formats on a model in training mode in three steps:
+# By default, `rehearse` tests formats on a model in training mode in three steps:
 #
-# 1. It runs one training step in fp32.
+# 1. It runs a forward and a backward pass in fp32.
 # 2. In linear layers, `Conv1d` and `Conv2d`, it rounds the operands of the matmuls to each format (in
 #    `fp8`, gradients to E5M2), repeats the matmuls, and compares the results with those of fp32.
-# 3. In each format, it repeats the training step of the whole model. Layers that should stay in 16 bits
+# 3. In each format, it repeats both passes of the whole model. Layers that should stay in 16 bits
 #    are in fp32 here. <!-- tests/formats/test_inference_rehearsal.py -->
 #    <!-- tests/formats/test_interception.py -->
 #

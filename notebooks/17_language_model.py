@@ -149,13 +149,13 @@ assert message.startswith("Expected query, key, and value to have the same dtype
 # On an NVIDIA GPU, the dtype also affects [which
 # kernel](../docs/compile_and_kernels.md#which-attention-kernel-does-scaled_dot_product_attention-run) runs.
 #
-# To be sure of flash attention, call attention inside `with sdpa_kernel(SDPBackend.FLASH_ATTENTION):`. If
+# To be sure of flash attention there, call attention inside `with sdpa_kernel(SDPBackend.FLASH_ATTENTION):`. If
 # this kernel cannot run, attention raises an error, and warnings say why.
 # <!-- tests/notebooks/test_17_language_model.py -->
 #
 # ## Train it in each precision
 #
-# `lm.train` is the loop of [notebook 04](04_fp32_vs_amp.ipynb). We train with three seeds in each precision.
+# `lm.train` is a loop like that of [notebook 04](04_fp32_vs_amp.ipynb). We train with three seeds in each precision.
 # The test loss is always computed in fp32, so that only the training differs. Before you run this: what
 # changes the test loss more, the precision or the seed? <!-- code -->
 

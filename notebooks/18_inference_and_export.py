@@ -170,7 +170,7 @@ for name in ("bf16 autocast", "bf16 cast once"):
 #
 # ## Cast inputs, outputs and weights
 #
-# **Inputs**: cast them to the dtype of the model. Without the cast, a convolution raises an error:
+# **Inputs**: cast them to the dtype of the model. Without the cast, a convolution outside autocast raises an error:
 
 # %% tags=["nbval-ignore-output"]
 refused = ""

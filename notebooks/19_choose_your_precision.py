@@ -37,7 +37,7 @@ device, scale = start()  # AMP_LAB_DEVICE and AMP_LAB_SCALE override the choice
 # ## The idea
 #
 # The best precision depends on the hardware, so we measure. `describe_device` times a matmul in each
-# precision and recommends one of them. It also multiplies numbers whose exact product is known, to find out
+# precision of the device and recommends one of them. It also multiplies numbers whose exact product is known, to find out
 # how the device rounds. <!-- tests/core/test_device.py --> Before you run this: which precision does it
 # recommend for your machine?
 
@@ -231,7 +231,7 @@ assert torch.get_float32_matmul_precision() == before
 #
 # Many language models were trained in bf16, whose largest number is 3.4e38. The largest number of fp16 is
 # only 65504. In the next model, the weights, inputs and outputs are below 65504, but some hidden values are
-# larger. `largest_values` returns the largest magnitude that each module computes. The modules of this
+# larger. Here, `largest_values` returns the largest magnitude that each module computes. The modules of this
 # `nn.Sequential` are called 0, 1 and 2:
 # <!-- tests/numerics/test_largest_values.py -->
 
@@ -255,7 +255,7 @@ assert not in_fp16.isfinite().all()
 #
 # **Look before you cast**: call `largest_values` on some of your inputs, in fp32 or bf16. A CPU is enough.
 # As a rule of thumb, each value should be at most 32752, half of fp16's largest number, because other inputs may
-# give larger values. `amp-lab export --dtype fp16` refuses a model whose outputs are NaN or infinite. <!-- tests/train/test_export.py -->
+# give larger values. `amp-lab export --dtype fp16` refuses a model whose outputs in its check are NaN or infinite. <!-- tests/train/test_export.py -->
 #
 # If a value is larger, run the model in fp32, or use one of two remedies:
 #
@@ -351,7 +351,7 @@ assert set(rows["model.to(bfloat16)"]) == {"bfloat16"}
 # | Keras `mixed_bfloat16` | fp32 | bf16 | fp32 | fp32 | bf16 |
 # | Keras `bfloat16` | bf16 | bf16 | bf16 | bf16 | bf16 |
 #
-# accelerate and Fabric wrap the model. The wrapper casts the outputs to fp32. Fabric's wrapper does so with
+# accelerate and Fabric wrap the model. Here, the wrapper casts the outputs to fp32. Fabric's wrapper does so with
 # `bf16-true` too. Lightning's Trainer calls the model without a wrapper, so the outputs stay in bf16.
 #
 # For fp16, Lightning and Fabric have
