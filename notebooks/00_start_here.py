@@ -35,8 +35,8 @@ device, scale = start()  # AMP_LAB_DEVICE and AMP_LAB_SCALE override the choice
 figures.use_style()
 
 # %% [markdown]
-# The printed line shows the device, the version of torch, the date and the commit. *Quick scale* means
-# that the problems are small enough for a CPU. <!-- tests/core/test_device.py -->
+# The printed line shows the device, the version of torch, the date and, in a git checkout, the commit.
+# *Quick scale* means that the problems are small enough for a CPU. <!-- tests/core/test_device.py -->
 # <!-- tests/notebooks/test_notebooks.py -->
 #
 # ## The idea in five lines
@@ -185,7 +185,7 @@ assert {p.dtype for p in amp_model.parameters()} == {torch.float32}
 # %% [markdown]
 # Both losses fell by nearly the same amount, as the assertion checks.
 #
-# Next we measure the time of a step. `compare` runs a step of each loop in turns. We also compare the *saved
+# Next we measure the time of a step. `compare` runs steps of both loops in turns. We also compare the *saved
 # activations*: the tensors that the forward pass keeps in memory for the backward pass. `forecast_memory`
 # computes their size from the shapes. <!-- tests/core/test_timing.py -->
 # <!-- tests/tracing/test_memory.py -->

@@ -321,7 +321,7 @@ assert not torch.backends.cuda.matmul.allow_fp16_accumulation
 
 # %% [markdown]
 # The sum in fp16 ends much too low. As the sum grows, its spacing grows too, so more and more products are
-# swamped. `a @ b` avoids this: it reads 16-bit inputs, adds up in fp32, and rounds once at the end.
+# swamped. Here `a @ b` avoids this: it reads 16-bit inputs, adds up in fp32, and rounds once at the end.
 # [On GPUs too, matmuls typically add up in
 # fp32](https://docs.pytorch.org/docs/stable/notes/numerical_accuracy.html), unless you switch on
 # [`allow_fp16_accumulation`](https://docs.pytorch.org/docs/stable/notes/cuda.html).

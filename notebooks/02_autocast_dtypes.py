@@ -106,7 +106,7 @@ assert table["mse_loss"] == table["cross_entropy"] == table["add fp32"] == ["fp3
 assert table["relu"] == table["add"] == table["mean"] == ["fp32", SHORT[low]]
 
 # %% [markdown]
-# How to read a row:
+# How to read a row of this table, which has no *promote* op:
 #
 # - **Low precision in both columns:** the policy is *lower precision*.
 # - **fp32 in both columns:** the policy is *fp32*. The row `add fp32` shows PyTorch's own promotion
@@ -172,7 +172,7 @@ assert (inside.float() @ wide).dtype is torch.float32
 #
 # ## Backward: no autocast there
 #
-# `OpLog` records each op that PyTorch calls, and the dtypes of its tensor arguments. A cast by autocast
+# Here `OpLog` records each op that PyTorch runs, and the dtypes of its tensor arguments. A cast by autocast
 # appears as `_to_copy`, with the dtype that it casts *from*. We run a forward pass under autocast and the
 # backward pass outside. Before you run this: in which dtype will the backward pass multiply?
 
@@ -296,8 +296,8 @@ print(error_of(output.float().sum().backward))
 
 # %% [markdown]
 # The backward pass raises the error, because `grad` and the saved tensors differ in dtype. [Two
-# decorators](https://docs.pytorch.org/docs/stable/amp.html#torch.amp.custom_fwd) repair this: `custom_fwd`
-# remembers the state of autocast, and `custom_bwd` restores it for the backward pass.
+# decorators](https://docs.pytorch.org/docs/stable/amp.html#torch.amp.custom_fwd) repair this: by default,
+# `custom_fwd` remembers the state of autocast, and `custom_bwd` restores it for the backward pass.
 #
 # For a function that works in one dtype only, `custom_fwd` has the argument
 # [`cast_inputs`](https://docs.pytorch.org/docs/stable/amp.html#torch.amp.custom_fwd).
@@ -326,8 +326,8 @@ torch.testing.assert_close(weight.grad, exact, rtol=0.02, atol=0)  # about five 
 # ## Ask for any backend's policy
 #
 # You can see CUDA's dtypes without CUDA: a **fake tensor** has a device, a shape and a dtype, but no data,
-# so its device need not exist. `policy_of` makes all tensors in its block fake and enables autocast for
-# the device that you name. We give each op an input in low precision. Before you look: which ops will
+# so its device need not exist. `policy_of` makes the tensors that its block creates fake, and enables
+# autocast for the device that you name. We give each op an input in low precision. Before you look: which ops will
 # return fp32 on CUDA, but not on the CPU?
 
 # %%
@@ -346,8 +346,8 @@ here = grid.get(device.type, {})  # fake tensors are a model of a device: compar
 assert all(table[name][1] == predicted for name, predicted in here.items())
 
 # %% [markdown]
-# Each field shows the dtype that an op returns on a backend for an input in low precision. Dark fields are
-# fp32.
+# Each field shows the dtype that an op returns on a backend for an input in low precision, or *error*. Dark
+# fields are fp32.
 #
 # - From `linear` to `add fp32`, an op has the same policy on all four backends.
 #   <!-- tests/notebooks/test_02_autocast_dtypes.py -->
@@ -377,7 +377,7 @@ assert all(table[name][1] == predicted for name, predicted in here.items())
 # - An fp32 island needs `enabled=False`, and `.float()` on its inputs.
 # - In training, the cache keeps the casts of trained weights until the outermost block ends. So do not
 #   change a weight inside a block.
-# - With `custom_fwd` and `custom_bwd`, an autograd function casts in `backward` as in `forward`.
+# - With `custom_fwd` and `custom_bwd`, an autograd function by default casts in `backward` as in `forward`.
 #
 # Next: [notebook 03](03_grad_scaler_step_by_step.ipynb) follows a `GradScaler`, which fp16 needs in
 # addition, through a training step.

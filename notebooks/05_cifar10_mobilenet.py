@@ -202,8 +202,8 @@ def train(precision, seed):
 
 
 # %% [markdown]
-# On a GPU, we compare FP32 with the precisions that the GPU accelerates. On a CPU, we leave out fp16,
-# because it is slow on [some CPUs](../docs/hardware.md). We train three seeds in each precision.
+# We compare FP32 with the precisions that the device accelerates or, if there are none, with bf16. On a
+# CPU, we leave out fp16, because it is slow on [some CPUs](../docs/hardware.md). We train three seeds in each precision.
 #
 # Before you run this: which will differ more in accuracy, two precisions or two seeds?
 
@@ -266,7 +266,7 @@ print(f"seeds differ by up to {100 * spread:.1f} points, standard error {100 * e
 # - A *depthwise* convolution has 3x3 kernels, and each kernel sees a single channel. We time depthwise
 #   convolutions with stride 2 as a third kind.
 #
-# We compare FP32 with one 16-bit precision of our training runs. TF32 is off for FP32, as in training.
+# We compare FP32 with one 16-bit precision. TF32 is off for FP32, as in training.
 
 # %%
 amp = next((p for p in fit_for if p.dtype is not torch.float32), Precision.BF16)
@@ -285,7 +285,7 @@ def in_mode(precision, function):
 
 
 # %% [markdown]
-# We time the full MobileNetV2 at both scales, on images of 64x64 pixels. (On 32x32 pixels, the last
+# We time the convolutions of the full MobileNetV2 at both scales, on images of 64x64 pixels. (On 32x32 pixels, the last
 # convolution would see a single pixel.) For each kind, we run all its convolutions forward and backward.
 # <!-- tests/notebooks/test_05_cifar10_mobilenet.py -->
 #
@@ -391,8 +391,8 @@ assert largest_difference(resumed, whole) == 0
 folder.cleanup()
 
 # %% [markdown]
-# This run needs all four states. If one is missing, PyTorch raises no error, but the weights end up
-# different.
+# This run needs all four states. If one is not restored, PyTorch raises no error here, but the weights end
+# up different.
 #
 # ## Summary
 #
