@@ -292,7 +292,7 @@ def peak(batch_size, dtype, **options):
 
 # %% [markdown]
 # Can we trust fake tensors? For a batch that is small enough to run, fake tensors must give the same
-# count as real tensors:
+# count as real tensors, up to 0.1 %:
 
 # %% tags=["nbval-ignore-output"]
 for dtype in (torch.float32, torch.bfloat16):
@@ -303,7 +303,7 @@ for dtype in (torch.float32, torch.bfloat16):
     assert abs(fake / counted - 1) < 0.001  # a few small buffers may differ in dtype
 
 # %% [markdown]
-# In MiB, the counts are equal. Now we count the memory of the three rows of the tutorial's table. For AMP we
+# Here, in whole MiB, the counts are equal. Now we count the memory of the three rows of the tutorial's table. For AMP we
 # use bf16, which takes as many bytes as fp16. Before you run this: how much will AMP need at batch
 # 512, compared with FP32 at 256 and at 512?
 
@@ -348,7 +348,8 @@ _ = figures.memory_by_dtype(
 )
 
 # %% [markdown]
-# With 512 images, the step does not fit. Each bar is the memory of one step, split by dtype. The dashed line is the GPU's
+# With 512 images, the step does not fit. Each bar is the peak memory of two steps, split by dtype. The dashed
+# line is the GPU's
 # 6 GiB. With the backbone trained (right), both bars reach far beyond the line.
 #
 # AMP does not make these tensors smaller:

@@ -108,16 +108,16 @@ def train_amp(model, optimizer, scaler, dtype):
 #
 # ## How a recipe is checked
 #
-# `check_same` trains one network with the fp32 loop, and with the AMP loop in fp16 and in bf16. Then it
-# compares how far the weights have moved. We allow four roundings: a relative difference of 1/512 in
-# fp16 and 1/64 in bf16.
+# `check_same` trains the same network with the fp32 loop, and with the AMP loop in fp16 and in bf16. Then it
+# compares the changes of all weights, taken as one vector. We allow four roundings: the norm of the
+# difference must be less than 1/512 (fp16) or 1/64 (bf16) of the norm of the fp32 change.
 
 # %%
 problem.check_same(recipes.train_plain, train_amp)
 
 # %% [markdown]
-# The AMP loop changes the weights in nearly the same way as the fp32 loop. The next helpers show what a
-# missing line does.
+# The AMP loop changes the weights in nearly the same way as the fp32 loop. With the next helpers, we look at
+# single steps.
 
 
 # %%
@@ -246,9 +246,8 @@ def penalty_amp(model, optimizer, scaler, dtype):
 problem.check_same(recipes.penalty_plain, penalty_amp)
 
 # %% [markdown]
-# **Without the division by hand** every gradient in the penalty is 2^16 times too large. The penalty is a
-# sum of their squares, so it is 2^32 times too
-# large. <!-- tests/notebooks/test_07_training_recipes.py -->
+# **Without the division by hand** every gradient in the penalty is 2^16 times too large in fp16, at the
+# initial loss scale. The penalty is a sum of their squares, so it is 2^32 times too large. <!-- tests/notebooks/test_07_training_recipes.py -->
 #
 # ## Schedule the learning rate
 #
@@ -325,8 +324,8 @@ assert torch.equal(recomputed, problem.change(train_amp, torch.float16))
 #
 # Use one scaler for all losses and optimizers. Call `scale` for every loss, `step` for every optimizer,
 # and `update` once, at the end. An `update` between two steps may change the scale, but the second
-# optimizer's gradients are still multiplied by the old scale. In the next cell, the gradients of the
-# first optimizer overflow:
+# optimizer's gradients are still multiplied by the old scale. In the next cell, we put infinities
+# into a gradient of the first optimizer:
 
 
 # %%
@@ -364,7 +363,7 @@ assert math.isclose(ratio, 2, rel_tol=1e-3)
 #
 # ## Load half precision weights
 #
-# `load_state_dict` copies values *into* the parameters, which stay fp32. So a file of fp16 weights needs
+# By default, `load_state_dict` copies values *into* the parameters, which stay fp32. So a file of fp16 weights needs
 # no change. But `assign=True` with fp16 weights, or `.half()` on the model, makes the parameters fp16,
 # and the scaler refuses to unscale their gradients (with a [fused
 # optimizer](08c_scaler.ipynb#The-parameters-are-fp16) there may be no error). With bf16 parameters,
@@ -396,8 +395,8 @@ assert message == "Attempting to unscale FP16 gradients."
 # - **Compile the model.** Call `torch.compile(model)` as without AMP. Use the same autocast settings in
 #   every call, also in evaluation, or PyTorch compiles the model again ([notebook
 #   18](18_inference_and_export.ipynb#What-torch.compile-changes)).
-# - **Evaluate during training.** Do not evaluate inside the autocast block of a training step. The block
-#   keeps 16-bit copies of the weights, which are out of date after the optimizer step. Use a separate
+# - **Evaluate during training.** Do not evaluate inside the autocast block of a training step. By
+#   default, the block keeps 16-bit copies of the weights, which are out of date after the optimizer step. Use a separate
 #   block.
 #
 # ## Summary
@@ -409,7 +408,7 @@ assert message == "Attempting to unscale FP16 gradients."
 # |---|---|---|
 # | [Clip](#Clip-gradients) | `scaler.unscale_(optimizer)` before clipping | SGD nearly stands still |
 # | [Accumulate](#Accumulate-gradients) | `scale` per batch; `unscale_`, `step` and `update` per group | a second `unscale_` raises an error |
-# | [Penalise](#Penalise-gradients) | scale the inner loss, divide its gradients by `get_scale()` | the penalty is 2^32 times too large |
+# | [Penalise](#Penalise-gradients) | scale the inner loss, divide its gradients by `get_scale()` | fp16: the penalty is 2^32 times too large at the initial scale |
 # | [Schedule](#Schedule-the-learning-rate) | `scheduler.step()` only if the scale did not fall | skipped steps use up the schedule |
 # | [Checkpoint](#Checkpoint-activations) | nothing, but use `use_reentrant=False` | parameters may get no gradient |
 # | [Several](#Use-several-losses-and-optimizers) | one scaler, one `update` at the end | a step may be twice as long as it should be |

@@ -169,7 +169,7 @@ assert tracer.rows == trace_on("cpu", net, images.shape)
 # %% [markdown]
 # ## The tool
 #
-# `amp_lab.xray` extends this tracer for real models: <!-- tests/tracing/test_xray.py -->
+# `amp_lab.xray` traces real models in the same way: <!-- tests/tracing/test_xray.py -->
 
 # %%
 xray(net, images, device_type="cuda")
@@ -379,9 +379,9 @@ assert amp_lab_command(command.split()) == 0
 # Two runs of one model give different numbers. Is this rounding, or a mistake? The outputs alone do not
 # show this, because the error of an output includes the errors of all ops before it.
 #
-# `first_difference` repeats each op in fp64 on the same inputs. The difference between the run's result and
+# In eager mode, `first_difference` repeats each op in fp64 on the same inputs. The difference between the run's result and
 # the fp64 result is the error that the op *adds*. `first_difference` predicts how large this error is if it
-# is only rounding, and reports the first op that adds more. <!-- tests/difference/test_first_difference.py -->
+# is only rounding, and reports the first op that adds more or computes another function. <!-- tests/difference/test_first_difference.py -->
 #
 # We compare a small GPT in fp32 with itself under autocast, and then with a copy that has a mistake:
 # another epsilon in one norm.

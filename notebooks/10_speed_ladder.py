@@ -65,8 +65,8 @@ for name, operations, numbers in (
 # The plain step runs in FP32. The rungs use the 16-bit precision that `amp-lab doctor` recommends for
 # this device, or bf16 if it recommends none. <!-- tests/core/test_device.py -->
 #
-# On a Linux CPU, we also call `keep_memory()`. Without this call, glibc returns the memory of large
-# freed tensors [to the operating system](https://man7.org/linux/man-pages/man3/mallopt.3.html), and
+# We also call `keep_memory()`, which is meant for Linux CPUs. Without this call, glibc returns the memory of
+# large freed tensors [to the operating system](https://man7.org/linux/man-pages/man3/mallopt.3.html), and
 # getting it back costs time. <!-- tests/core/test_allocator.py -->
 
 # %% tags=["nbval-ignore-output"]
@@ -87,7 +87,8 @@ assert low.dtype.itemsize == 2
 # ## The peak rates: what can this device do?
 #
 # A device has a peak rate for computing and a peak rate for moving data. We measure the computing rate
-# with matmuls in each precision, and the data rate with copies and sums of large tensors.
+# with matmuls in each precision that the device supports, and the data rate with copies and sums of large
+# tensors.
 
 # %% tags=["nbval-ignore-output"]
 limits = measure_ceilings(device)
@@ -135,9 +136,10 @@ if limits.trusted and low == recommended:
 # %% [markdown]
 # ## Climb
 #
-# For each rung, we write a function that does one step and returns the loss. Before we time a rung,
-# `add` checks that training still works: the losses of the first five steps may differ by at most 6 %
-# from those of FP32. As in notebook 04, `float32_mode` turns TF32 off for FP32.
+# For each rung, we make a function that does one step and returns the loss. Before we time a rung,
+# `add` checks that training still works: the losses of the first five steps, taken as one vector, must
+# differ from those of FP32 by less than 6 % of their norm. As in notebook 04, `float32_mode` turns TF32
+# off for FP32.
 # <!-- tests/notebooks/test_10_speed_ladder.py, tests/core/test_precision.py -->
 
 # %%
@@ -296,8 +298,8 @@ _ = figures.speed_ladder({f"ConvModel, {config['size']}x{config['size']} pixels"
 # ## Explain: count the bytes too
 #
 # The limit counts only matmuls. A step also has normalisation, ReLU and their gradients. These ops compute
-# very little, but each of them reads and writes large activations. `count_step` counts the FLOPs of a
-# step, and the bytes that its ops read and write. <!-- tests/bench/test_limits.py -->
+# very little, but each of them reads and writes large activations. `count_step` counts the FLOPs of the
+# matmuls and convolutions of a step, and the bytes that its ops read and write. <!-- tests/bench/test_limits.py -->
 
 # %% tags=["nbval-ignore-output"]
 steps = {"plain": plain_step(inputs, target), "AMP": amp_step(*new_model(), inputs, target)}

@@ -130,8 +130,8 @@ for name, dtype in PRECISIONS.items():
 # ## Divide the batch
 #
 # With n processes, each rank takes an n-th of every batch, and the ranks average their gradients.
-# `DistributedSampler` decides which samples a rank gets. It draws the same permutation as `RandomSampler`
-# does from the same seed. Rank r starts at sample r of this permutation and takes every n-th sample. So in
+# `DistributedSampler` decides which samples a rank gets. In the first epoch, it draws the same permutation as
+# `RandomSampler` does from the same seed. Rank r starts at sample r of this permutation and takes every n-th sample. So in
 # each step, the ranks together get the batch of a single process. Before each further epoch, call
 # `sampler.set_epoch(epoch)`, or the permutation stays the same. <!-- tests/notebooks/test_11_scale_out.py -->
 #
@@ -157,10 +157,10 @@ def join(device_type):
 #
 # ## DDP
 #
-# With [DDP](https://docs.pytorch.org/docs/stable/notes/ddp.html), every rank has the whole model. During
-# `backward`, DDP averages the gradients over all ranks. <!-- tests/notebooks/test_11_scale_out.py -->
+# With [DDP](https://docs.pytorch.org/docs/stable/notes/ddp.html), every rank has the whole model. By
+# default, DDP averages the gradients over all ranks during `backward`. <!-- tests/notebooks/test_11_scale_out.py -->
 #
-# The gradients are fp32, so DDP sends them in fp32. A [communication
+# The gradients are fp32, so by default DDP sends them in fp32. A [communication
 # hook](https://docs.pytorch.org/docs/stable/ddp_comm_hooks.html) can cast them first, here to bf16.
 
 
@@ -201,8 +201,8 @@ def train_ddp(config, data, dtype, device, sums_in=torch.float32):
 # %% [markdown]
 # ## FSDP2
 #
-# [FSDP2](https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html) divides the model: it
-# cuts each parameter into n *shards*. Each rank holds one shard of the weight, of its gradient and of
+# [FSDP2](https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html) divides the model. Here,
+# it cuts each parameter into n *shards*. Each rank holds one shard of the weight, of its gradient and of
 # the optimizer state. Here, FSDP2 gathers the whole weights of the encoder layers for the forward pass,
 # and again for the backward pass. Then it averages the gradients, and each rank keeps its shard of the
 # average.
@@ -289,7 +289,7 @@ def try_all(config, setups, device_type):
 
 # %% [markdown]
 # Before you run this: will the losses on several processes be nearer to those of one process in fp32 or
-# in bf16? In fp32 we allow a difference of 2^-14, because another order of the sum changes the result
+# in bf16? In fp32 we allow a relative difference of 2^-14 in each loss, because another order of the sum changes the result
 # slightly in each step. In bf16 we allow 2^-6, four times its rounding error.
 
 # %% tags=["nbval-ignore-output"]
@@ -328,14 +328,14 @@ for name, found in tries[most].items():
 _ = figures.sent_bytes(bars, most)
 
 # %% [markdown]
-# Each bar shows the bytes that a rank sends in a step. The next cell checks these ratios:
+# Each bar shows the bytes of gradients and gathered weights that a rank sends in a step. The next cell checks these ratios:
 #
 # - **Autocast** does not change what DDP sends, because fp32 weights have fp32 gradients.
 # - A bf16 **hook** halves the bytes.
 # - FSDP2 in **fp32** sends nearly 1.5 times as much as DDP, because it gathers the encoder layers twice:
 #   for the forward and for the backward pass.
 # - FSDP2 with **`param_dtype=bf16`** sends about as much as DDP, because it gathers half the bytes.
-# - With **`reduce_dtype=bf16`**, the bytes of the gradients halve as well.
+# - With **`reduce_dtype=bf16`**, FSDP2 sends less again, because the bytes of the gradients halve.
 #
 # [The first cell](#The-idea-in-five-lines) showed that sums in bf16 lose more precision with more ranks.
 # So send weights in bf16, and sum gradients in fp32.
@@ -361,7 +361,7 @@ assert fsdp_bytes == 16 / most
 #
 # With fp16, every rank has its own `GradScaler`, which decides whether to skip the step. If the scalers
 # decide differently with DDP, the ranks train different models from then on. To see what makes them
-# agree, we put an infinity only on the last rank: into its batch, or into its gradient after all
+# agree, we put infinities only on the last rank: into its batch, or into a gradient after all
 # communication. We do this with DDP and with FSDP2. Before you run this: in which of the four cases does the first rank *not* skip?
 
 
@@ -387,7 +387,7 @@ assert decided[0]["FSDP2", "gradient"][1] == [("all_reduce", 1)]  # what `unscal
 assert decided[0]["DDP", "gradient"][1] == []
 
 # %% [markdown]
-# Rank 0 fails to skip in one case only: DDP, with an infinity that we put into a gradient after the average.
+# Rank 0 fails to skip in one case only: DDP, with infinities that we put into a gradient after the average.
 # With DDP, an infinity in the batch of one rank reaches all ranks through the average, so the scalers
 # agree. With FSDP2, each rank has a different shard of the gradients. So `unscale_` tells all ranks whether
 # any gradient has overflowed.
@@ -401,12 +401,13 @@ assert decided[0]["DDP", "gradient"][1] == []
 # ## On your own hardware
 #
 # [Several machines](../docs/several_machines.md) has the commands: `amp-lab train` under torchrun, and
-# `amp-lab xray … --parallel fsdp`, which lists the dtypes of each parameter.
+# `amp-lab xray … --parallel fsdp`, which lists the dtypes of the parameters.
 # <!-- tests/cli/test_tracing_commands.py -->
 #
 # ## Save on four, resume on two (optional)
 #
 # You can load a sharded checkpoint in a different number of processes.
+# By default,
 # [`torch.distributed.checkpoint`](https://docs.pytorch.org/docs/stable/distributed.checkpoint.html)
 # writes a folder with a file from each rank. Each rank reads only what its new shards need:
 # `get_state_dict` returns the tensors of this rank, and `dcp.load` fills them in place. <!-- tests/notebooks/test_11_scale_out.py -->
@@ -463,7 +464,7 @@ assert abs(found[False] - found[True]) < TOLERANCES["fp32"] * found[True]
 assert abs(before - found[False]) > 0.1  # it had a different model before
 
 # %% [markdown]
-# After loading, the two processes have the loss of the saved model. With fp16, also save the scaler's
+# After loading, the two processes have the loss of the saved model, up to rounding. With fp16, also save the scaler's
 # `state_dict()`, and load it on every rank. <!-- tests/notebooks/test_11_scale_out.py -->
 #
 # ## Summary
