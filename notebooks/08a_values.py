@@ -128,7 +128,7 @@ torch.testing.assert_close(loss_in(torch.float16, repaired), exact, rtol=0.01, a
 assert torch.tensor(150_000.0).half().clamp(max=65504) == 65504
 
 # %% [markdown]
-# **Notice it earlier.** `find_nonfinite` names the op and the module that made the inf or NaN. If the loss is also
+# **Notice it earlier.** Here `find_nonfinite` names the op and the module that made the inf. If the loss is also
 # NaN without autocast, look for NaN in the data.
 
 # %%
@@ -232,8 +232,8 @@ assert attend(v, hidden)[0].isnan().all()
 # %% [markdown]
 # **Why.** All scores of the row are -inf, so their softmax is 0/0, which is NaN.
 #
-# **The fix.** Use `F.scaled_dot_product_attention`, which returns 0 for such a row since torch 2.5. In
-# attention that you write yourself, unmask each fully masked row, and exclude these rows from the loss.
+# **The fix.** Use `F.scaled_dot_product_attention`. Since torch 2.5, it returns 0 for such a row on a
+# CPU. In attention that you write yourself, unmask each fully masked row, and exclude these rows from the loss.
 
 # %%
 ones = torch.ones(1, 2, 2)

@@ -179,8 +179,8 @@ torch.testing.assert_close(kept, exact, rtol=2e-3, atol=0)  # 11 bits
 assert torch.tensor(1e-4 / 16384).bfloat16() > 0
 
 # %% [markdown]
-# **Notice it earlier.** `gradient_underflow` finds the smallest loss scale that fp16 needs. The model itself can
-# run in fp32:
+# **Notice it earlier.** `gradient_underflow` finds the smallest power of two, from 1 on, that as a loss scale
+# keeps 99.9 % of the gradient values in fp16. The model itself can run in fp32:
 
 # %%
 model, _ = make(nn.Linear(4, 64))
@@ -222,8 +222,8 @@ trained.sum().backward()
 assert torch.equal(model[0].weight.grad, x.expand(2, 2))  # right, in this version
 
 # %% [markdown]
-# **Why.** A pass under `torch.no_grad()` leaves cast copies of the weights in autocast's cache. In older versions
-# of PyTorch, these copies had no autograd history. A later pass in the same block used these copies, so the
+# **Why.** By default, a pass under `torch.no_grad()` leaves cast copies of the weights in autocast's cache.
+# In older versions of PyTorch, these copies had no autograd history. A later pass in the same block used these copies, so the
 # weights got no gradient. torch 2.11 [has the fix](https://github.com/pytorch/pytorch/pull/165068).
 #
 # **The fix.** Close the autocast block after the evaluation and open another one for training, or update
@@ -248,8 +248,8 @@ assert torch.equal(model[0].weight.grad, x.expand(2, 2))  # right, in this versi
 #
 # **What you see.** The loss scale grows and grows, or a run that was meant to be bf16 overflows.
 #
-# **The smallest program that does it.** We use a scaler with bf16. By default, the scale grows every 2000 steps.
-# Here it grows after every step, so 150 steps are enough.
+# **The smallest program that does it.** We use a scaler with bf16. By default, the scale grows after 2000
+# steps without overflow. Here it grows after each such step, so 150 steps are enough.
 
 
 # %%
@@ -283,8 +283,8 @@ assert pointless[-1] < max(pointless)  # it skips steps, too
 # **Why.** A `GradScaler` is enabled by default. bf16 has nearly the range of fp32, so gradients rarely
 # overflow and the scale keeps growing.
 #
-# If a run that was meant to be bf16 overflows, check its dtype: autocast without `dtype=` uses fp16 on a CUDA GPU
-# and bf16 on a CPU.
+# If a run that was meant to be bf16 overflows, check its dtype: by default, autocast without `dtype=` uses fp16 on a
+# CUDA GPU and bf16 on a CPU.
 #
 # **The fix.** Define the dtype in one place, pass it to autocast, and enable the scaler only for fp16:
 # `GradScaler(enabled=(dtype is torch.float16))`.

@@ -94,7 +94,7 @@ assert "Attempting to unscale FP16 gradients." in message
 # - In PEFT, a layer in `modules_to_save` is trained in the dtype of the base
 #   model. <!-- tests/notebooks/test_08c_scaler.py -->
 #
-# Two cases raise no error, but [the weights may soon stop
+# These two cases raise no error, but [the weights may soon stop
 # moving](08b_learning.ipynb#Half-precision-weights-stop-moving):
 # - A fused optimizer divides the gradients by the scale itself, and does not check their dtype. If you clip,
 #   `unscale_` still raises the error. <!-- tests/notebooks/test_08c_scaler.py -->
@@ -185,7 +185,7 @@ assert "unscale_() has already been called on this optimizer since the last upda
 # error comes [from the Trainer](https://github.com/huggingface/transformers/issues/23935), update
 # Transformers and Accelerate.
 #
-# The weights are then the same as after a loop without a scaler:
+# Here the weights are then, up to rounding, the same as after a loop without a scaler:
 
 # %%
 model, optimizer = make()
@@ -336,9 +336,9 @@ assert len(set(messages.values())) == 7
 
 # %% [markdown]
 # **Why.** The scaler records for which optimizers it has divided the gradients by the scale, and which
-# have stepped. `update` clears this record. The scaler refuses to unscale or apply gradients twice, and
-# you cannot pickle it between `step` and `update`. It also refuses `unscale_`, `step` and `update` before
-# it has scaled a loss, and `update` before it has checked any gradients.
+# have stepped. `update` clears this record. An enabled scaler refuses to unscale or apply gradients twice,
+# and you cannot pickle it between `step` and `update`. It also refuses `unscale_`, `step` and `update`
+# before it has scaled a loss, and `update()` without an argument before it has checked any gradients.
 #
 # **The fix.** For [every optimizer step](https://docs.pytorch.org/docs/stable/notes/amp_examples.html),
 # first call `scaler.scale(loss).backward()`, for each batch if you accumulate. If you clip, call
@@ -348,7 +348,7 @@ assert len(set(messages.values())) == 7
 # <!-- tests/notebooks/test_08c_scaler.py -->
 #
 # Log the loss before you scale it. Do not divide a scaled loss by `get_scale()` after `update`: if `update`
-# changed the scale, the result is wrong by a factor of 2. <!-- tests/notebooks/test_08c_scaler.py -->
+# changed the scale, the result is wrong by a factor of 2, by default. <!-- tests/notebooks/test_08c_scaler.py -->
 
 # %%
 call("unscale_", "step", "update")
@@ -482,8 +482,8 @@ assert after < 0.01 * before
 
 # %% [markdown]
 # **Not this.** Do not write `scaler.step(optimizer, closure)`. The scaler does not notice a closure that
-# is passed by position, so the optimizer steps with scaled gradients and without a check for
-# infinities. <!-- tests/notebooks/test_08c_scaler.py -->
+# is passed by position. If gradients exist already, the optimizer then steps with the scaled gradients of
+# the closure, without a check for infinities. <!-- tests/notebooks/test_08c_scaler.py -->
 
 # %% [markdown]
 # ## The scheduler warns that it came before the optimizer

@@ -294,7 +294,7 @@ assert with_new > 10 * with_saved
 # Missing state: <!-- tests/notebooks/test_08d_loop_and_resume.py -->
 # - Without the optimizer's state, a new Adam moves nearly every weight by the full learning rate in its first
 #   step.
-# - Without the scaler's state, a new `GradScaler` starts at 65536, so the first steps may overflow and be
+# - Without the scaler's state, a new `GradScaler` starts at 65536 by default, so the first steps may overflow and be
 #   skipped.
 #
 # Wrong values: <!-- tests/notebooks/test_08d_loop_and_resume.py -->

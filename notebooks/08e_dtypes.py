@@ -317,7 +317,7 @@ WRITES = [
 assert len(refusals([lambda write=write: filled(write) for write in WRITES])) == len(WRITES)
 
 # %% [markdown]
-# **Why.** `torch.zeros` creates an fp32 tensor even under autocast, but the values that you write into this
+# **Why.** By default, `torch.zeros` creates an fp32 tensor even under autocast, but the values that you write into this
 # tensor are in half precision. Autocast does not cast the inputs of an op that writes into an existing
 # tensor.
 #
@@ -394,7 +394,7 @@ print(message)
 assert "expected scalar type Half but found Float" in message
 
 # %% [markdown]
-# **Why.** The `forward` of the custom function runs inside the autocast block, but its `backward` runs outside.
+# **Why.** The `forward` of the custom function runs inside the autocast block, but here its `backward` runs outside.
 # There, an op gets an fp16 gradient and an fp32 tensor that `forward` saved.
 #
 # **The fix.** Decorate `forward` with `torch.amp.custom_fwd` and `backward` with `torch.amp.custom_bwd`. Then

@@ -83,9 +83,9 @@ if torch.cuda.is_available():  # the real thing
 # gradient is in fp16 too, and overflows for a small p. For this reason, autocast on CUDA and XPU [refuses the
 # loss](https://docs.pytorch.org/docs/stable/amp.html). It does not check the dtype, so it refuses fp32 inputs too.
 #
-# **The fix.** Remove the sigmoid, and pass the logits to `nn.BCEWithLogitsLoss`. Autocast computes this loss in
-# fp32. Where you need probabilities, compute them with `logits.float().sigmoid()`. If you must keep `nn.BCELoss`,
-# pass it these fp32 probabilities inside
+# **The fix.** Remove the sigmoid, and pass the logits to `nn.BCEWithLogitsLoss`. Autocast on CUDA computes this
+# loss in fp32. Where you need probabilities, compute them with `logits.float().sigmoid()`. If you must keep
+# `nn.BCELoss`, pass it these fp32 probabilities inside
 # `with torch.autocast("cuda", enabled=False):`. <!-- tests/notebooks/test_08f_ops_and_devices.py -->
 #
 # **Not this.** Do not pass probabilities to `nn.BCEWithLogitsLoss`, which applies a second sigmoid. The

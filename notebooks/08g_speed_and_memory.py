@@ -73,7 +73,7 @@ wide, _ = make(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 512))
 # slow as in fp32.
 #
 # **The smallest program that does it.** We enable autocast and the scaler for CUDA, and pass
-# `dtype=torch.float32` to autocast. (On a machine with a GPU, only the dtype causes a warning.)
+# `dtype=torch.float32` to autocast for the CPU. (If CUDA is available, only the dtype causes a warning.)
 
 # %%
 warned = warnings_of(lambda: (torch.autocast("cuda"), torch.amp.GradScaler("cuda")))
@@ -84,7 +84,7 @@ assert ("CUDA is not available" in warned) is not torch.cuda.is_available()
 assert "In CPU autocast, but the target dtype is not supported." in wrong_dtype
 
 # %% [markdown]
-# **Why.** PyTorch sees no GPU, or autocast does not support the dtype on this device. Autocast then
+# **Why.** You ask for CUDA and PyTorch sees no GPU, or autocast does not support the dtype on this device. Autocast then
 # switches itself off with a warning, and training goes on in fp32. Without a GPU, a scaler for CUDA does
 # the same.
 #
@@ -357,8 +357,8 @@ assert kept == 4  # weight and bias once, the input twice
 assert freed == 6  # all of them twice
 
 # %% [markdown]
-# **Why.** The weights stay in fp32, and autocast makes a 16-bit copy of each. Under
-# `torch.no_grad()`, autocast keeps the copies of weights that require a gradient until the outermost
+# **Why.** The weights stay in fp32, and autocast makes a 16-bit copy of each. By
+# default, under `torch.no_grad()`, autocast keeps the copies of weights that require a gradient until the outermost
 # autocast block ends. <!-- tests/notebooks/test_02_autocast_dtypes.py -->
 #
 # **The fix.** Use `torch.inference_mode()` or `torch.autocast(…, cache_enabled=False)`, which keep no
@@ -488,8 +488,8 @@ torch.testing.assert_close(larger(x)[:, :5], head(x))
 # [XPU](https://github.com/pytorch/pytorch/blob/main/c10/xpu/XPUCachingAllocator.cpp) and
 # [MPS](https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/mps/MPSAllocator.mm)).
 #
-# **The smallest program that does it.** `forecast_memory` counts the bytes of a step without running
-# it. We assume a GPU with 24 MiB of memory. <!-- tests/tracing/test_memory.py -->
+# **The smallest program that does it.** Here `forecast_memory` counts the bytes of a step without
+# running it. We assume a GPU with 24 MiB of memory. <!-- tests/tracing/test_memory.py -->
 
 
 # %%
@@ -505,8 +505,8 @@ assert peak_of(4096) > memory
 assert torch.cuda.OutOfMemoryError is torch.OutOfMemoryError
 
 # %% [markdown]
-# **Why.** The peak of a step does not fit into GPU memory. Weights stay there all the time, Adam's state from
-# the first step on, activations until `backward`, and gradients from `backward` to `zero_grad`.
+# **Why.** The peak of a step does not fit into GPU memory. By default, weights stay there all the time,
+# Adam's state from the first step on, activations until `backward`, and gradients from `backward` to `zero_grad`.
 # <!-- tests/notebooks/test_08g_speed_and_memory.py -->
 #
 # Where the error appears suggests what is too large:

@@ -130,7 +130,7 @@ with torch._functorch.config.patch(backward_pass_autocast="off"):
 #
 # **What you see.** With `fullgraph=True`, the compiled function raises
 # `Attempted to inline function marked as skipped` and names a method of `GradScaler`. Without
-# `fullgraph=True` the graph breaks there, without a message.
+# `fullgraph=True` the graph breaks there, by default without a message.
 #
 # **The smallest program that does it.** We compile a function that scales the loss.
 
@@ -296,7 +296,7 @@ for mode, new_name, is_tf32 in (("high", "tf32", True), ("highest", "ieee", Fals
 #
 # **What you see.** A `FutureWarning` says that `` `torch.cuda.amp.autocast(args...)` is deprecated. ``
 # The same happens with `GradScaler`, `custom_fwd` and `custom_bwd`. If you change only the name or only
-# the arguments, you get an error such as `missing 1 required positional argument: 'device_type'`.
+# the arguments, you can get an error such as `missing 1 required positional argument: 'device_type'`.
 #
 # **The smallest program that does it.** We use the old names. Then we change only the name, or only the
 # arguments.
@@ -321,8 +321,8 @@ print(message_of(lambda: torch.amp.custom_fwd(make)))
 # names still work in torch 2.15.
 # <!-- tests/notebooks/test_13_from_apex.py -->
 #
-# The first argument of the *old* `GradScaler` is the scale. If you pass a device instead, `full()` fails
-# later.
+# The first argument of the *old* `GradScaler` is the scale. If you pass a device instead and the
+# scaler is enabled, `full()` fails later.
 # <!-- tests/notebooks/test_08h_compile_and_processes.py -->
 #
 # **The fix.** Write `torch.autocast("cuda", dtype=torch.float16)`, `torch.amp.GradScaler("cuda")` and
@@ -360,7 +360,7 @@ assert warnings_of(lambda: torch.amp.custom_fwd(make, device_type="cuda")) == ""
 # `Expected to have finished reduction in the prior iteration before starting a new one.`
 # With `static_graph=True` the message may be `Your training graph has changed in this iteration`.
 #
-# **The smallest program that does it.** The model has a layer that not every step uses.
+# **The smallest program that does it.** The model has a layer that some steps do not use.
 
 
 # %%
