@@ -47,26 +47,32 @@ _ROWS = [
 ]
 
 
+def _goes_up(row: tuple[str, tuple[str, ...], tuple[str, ...]]) -> bool:
+    """Whether the row is a cast to fp32 from another dtype."""
+    name, dtypes_before, dtypes_after = row
+    is_copy_to_fp32 = name == "_to_copy" and dtypes_after == ("fp32",)
+    return is_copy_to_fp32 and dtypes_before != dtypes_after
+
+
 @exercise
 def check_casts_up(count: Callable[..., Any]) -> str:
-    """A count of casts to fp32, held against rows with two of them."""
+    """A count of casts to fp32, checked with rows that have two of them."""
     found = call(count, list(_ROWS))
-    right = [
-        row for row in _ROWS if row[0] == "_to_copy" and row[1] != row[2] and row[2] == ("fp32",)
-    ]
-    every = sum(name == "_to_copy" for name, *_ in _ROWS)
+    right = sum(map(_goes_up, _ROWS))
+    names = [row[0] for row in _ROWS]
+    every = names.count("_to_copy")
     need(
         found != every,
         f"Of {len(_ROWS)} rows yours counts {found}, which are all casts: those that go down, and "
         "copies that change no dtype, are among them.",
     )
     need(
-        found != len(right) + 1,
+        found != right + 1,
         f"Of {len(_ROWS)} rows yours counts {found}, one too many: either an op that is no cast, "
         "such as a sum of fp16 numbers that returns fp32, or a copy from fp32 to fp32.",
     )
     need(
-        found == len(right),
+        found == right,
         f"Of {len(_ROWS)} rows yours counts {found!r}. Count casts from bf16 to fp32, too. Each "
         "dtype is in a tuple.",
     )
@@ -81,8 +87,9 @@ def _log_softmax_dtypes(loss: Callable[..., Any], backend: str) -> set[torch.dty
     def of_logits(logits: torch.Tensor) -> torch.Tensor:
         return call(loss, logits, target.to(logits.device))
 
-    rows = xray(nn.Linear(16, 10), torch.empty(4, 16), device_type=backend, loss_fn=of_logits).rows
-    return {row.dtype for row in rows if "log_softmax" in row.op}
+    layer, inputs = nn.Linear(16, 10), torch.empty(4, 16)
+    report = xray(layer, inputs, device_type=backend, loss_fn=of_logits)
+    return {row.dtype for row in report.rows if "log_softmax" in row.op}
 
 
 @exercise
@@ -90,9 +97,11 @@ def check_precise_loss(loss: Callable[..., Any]) -> str:
     """A cross-entropy whose `log_softmax` is fp32 on CUDA, and which is the cross-entropy."""
     logits = torch.linspace(-2, 2, 12).view(3, 4)
     target = torch.tensor([0, 1, 3])
-    value, wanted = call(loss, logits, target), nn.functional.cross_entropy(logits, target)
+    wanted = nn.functional.cross_entropy(logits, target)
+    value = call(loss, logits, target)
+    is_scalar = torch.is_tensor(value) and value.shape == ()
     need(
-        torch.is_tensor(value) and value.shape == () and bool(torch.isclose(value, wanted)),
+        is_scalar and bool(torch.isclose(value, wanted)),
         "For fp32 logits it should return their cross-entropy, and it returns something else.",
     )
     dtypes = _log_softmax_dtypes(loss, "cuda")
@@ -112,14 +121,17 @@ def check_gigabytes(gigabytes: float) -> str:
         model, torch.empty(1, 64), precision="bf16", optimizer="sgd-momentum"
     )
     total = forecast.weights + forecast.gradients + forecast.optimizer
-    each = total / sum(p.numel() for p in model.parameters())
+    parameter_count = sum(p.numel() for p in model.parameters())
+    each = total / parameter_count
     right = 3 * each
+    with_one_part_in_16_bits, with_two_parts_in_16_bits = 3 * (2 + 4 + 4), 3 * (2 + 2 + 4)
+    all_in_16_bits = 3 * (2 + 2 + 2)
     need(
         gigabytes != right * 4 / 3,
         f"{gigabytes:g} GB would be right for AdamW, which keeps two averages. Momentum is one.",
     )
     need(
-        gigabytes not in (3 * 2 * 3, 3 * (2 + 4 + 4), 3 * (2 + 2 + 4)),
+        gigabytes not in (with_one_part_in_16_bits, with_two_parts_in_16_bits, all_in_16_bits),
         f"{gigabytes:g} GB counts two bytes for weights or gradients. Autocast makes casts of the "
         "weights for the ops; weights, gradients and state themselves stay fp32.",
     )
