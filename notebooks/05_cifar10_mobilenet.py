@@ -202,8 +202,9 @@ def train(precision, seed):
 
 
 # %% [markdown]
-# We compare FP32 with the precisions that the device accelerates or, if there are none, with bf16. On a
-# CPU, we leave out fp16, because it is slow on [some CPUs](../docs/hardware.md). We train three seeds in each precision.
+# We compare FP32 with the precisions that the device accelerates. If it accelerates none, we compare FP32
+# with bf16. On a CPU, we leave out fp16, because it is slow on [some CPUs](../docs/hardware.md). We train
+# three seeds in each precision.
 #
 # Before you run this: which will differ more in accuracy, two precisions or two seeds?
 

@@ -10,8 +10,8 @@
 # # Find out why a model learns nothing
 #
 # **What you'll do.** Find out why a model learns nothing or too little, why it fails on long inputs, or why
-# its logged loss is wrong. Each failure has its message or symptom, the smallest program that shows it, the
-# reason, and the fix.
+# its logged loss is wrong. For each failure, this notebook shows a symptom, a small program that causes it,
+# the reason and the fix.
 #
 # **What you'll learn.** You will be able to repair:
 # - a loss scale that [falls to 0](#The-loss-scale-falls-towards-0) or [grows and
@@ -353,8 +353,8 @@ assert after_updates(model) == 1.0
 # **The fix.** Keep the weights that you train in fp32 and let autocast use bf16. Call `model.float()` before you
 # create the optimizer, and load checkpoints without `assign=True`.
 #
-# If fp32 weights do not fit into memory, use an optimizer for bf16 weights that does not lose small updates. [Notebook
-# 16](16_low_precision_state.ipynb#Weights-in-bf16) compares such optimizers.
+# If fp32 weights do not fit into memory, keep the weights in bf16, and use an optimizer that does not lose small
+# updates. [Notebook 16](16_low_precision_state.ipynb#Weights-in-bf16) compares such optimizers.
 
 # %%
 model, _ = make()

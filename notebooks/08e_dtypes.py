@@ -224,7 +224,7 @@ for dtype in HALF:
     assert len(messages) == len(layers())
 
 # %% [markdown]
-# **Why.** The weights are in half precision, and the input is in fp32. Without autocast, these layers do not
+# **Why.** The weights are in half precision, but the input is in fp32. Without autocast, these layers do not
 # convert their input.
 #
 # If the input is in half precision too, look for an fp32 tensor inside the model, such as a table of positions.

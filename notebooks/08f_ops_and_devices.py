@@ -277,9 +277,9 @@ assert (prediction.half().numpy() + 1).dtype == "float16"
 # `torch.is_autocast_enabled` raises `unknown device type for autocast`. Or `torch.autocast` only warns:
 # `In MPS autocast, but the target dtype is not supported. Disabling autocast.`
 #
-# **The smallest program that does it.** We ask for autocast on `meta`, first with a dtype and then without one.
-# We also ask whether autocast is on for `meta`. Then we pass a `torch.device` instead of its type. Finally, we ask
-# for fp32 on MPS.
+# **The smallest program that does it.** We open autocast for the device `meta`, first with a dtype and then
+# without one. We also call `torch.is_autocast_enabled("meta")`. Then we pass a `torch.device` instead of its
+# type. Finally, we open autocast in fp32 on MPS.
 
 # %%
 print(message_of(lambda: torch.autocast("meta", dtype=torch.bfloat16)))
