@@ -30,7 +30,7 @@ def _notebook(number: str) -> Part:
         return [[str(source)]]
 
     is_timed = number in ("04", "10")  # their assertions are about times
-    return Part(f"notebook-{number}", 240, commands, is_timed)
+    return Part(f"notebook-{number}", 480, commands, is_timed)
 
 
 def _measure(name: str, limit_s: float, *, is_timed: bool = True) -> Part:

@@ -51,21 +51,25 @@ def mark(key: str, place: Path) -> str:
 
 
 def seen(results: Iterable[Path], statements: Mapping[str, Statement]) -> dict[str, str]:
-    """The statements that a recorded run on a GPU has shown, each with the name of its file.
+    """The statements that recorded runs on GPUs have shown, each with the names of their files.
 
-    A run has shown a statement if all of the statement's parts held in it.
+    A statement is shown if each of its parts held in one of the runs.
     """
-    file_of: dict[str, str] = {}
+    file_of_part: dict[str, str] = {}
     for path in results:
         result = json.loads(path.read_text(encoding="utf-8"))
         device_type = result["device"].partition(":")[0]
         if result["tiny"] or device_type in ("cpu", "pretend"):
             continue  # a rehearsal
-        held_parts = {part["part"] for part in result["parts"] if part["status"] == "held"}
-        for key, statement in statements.items():
-            if held_parts.issuperset(statement.parts):
-                file_of[key] = path.name
-    return file_of
+        for part in result["parts"]:
+            if part["status"] == "held":
+                file_of_part[part["part"]] = path.name
+    files_of: dict[str, str] = {}
+    for key, statement in statements.items():
+        if all(part in file_of_part for part in statement.parts):
+            files = {file_of_part[part] for part in statement.parts}
+            files_of[key] = ", ".join(sorted(files))
+    return files_of
 
 
 def complaints(
@@ -84,8 +88,8 @@ def complaints(
             if key not in statements:
                 problems.append(f"{where}: no statement {key!r} in tools/gpu_marks.py")
             elif key in shown:
-                file = shown[key]
-                problems.append(f"{where}: {file} has shown {key!r}: remove its mark (--write)")
+                files = shown[key]
+                problems.append(f"{where}: {key!r} was shown in {files}: remove its mark (--write)")
             elif f"]({link['to']} " not in mark(key, place):
                 problems.append(f"{where}: should be {mark(key, place)}")
         if len(links) != len(re.findall(_WORDS, text)):

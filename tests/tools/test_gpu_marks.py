@@ -22,8 +22,10 @@ def text(*keys: str, place: Path = NOTEBOOK) -> dict[Path, str]:
     return {place: "\n".join(f"# It is so {mark(key, place)}." for key in keys)}
 
 
-def record(folder: Path, device: str = "cuda", tiny: bool = False, **parts: str) -> Path:
-    path = folder / "first-gpu-h100.json"
+def record(
+    folder: Path, device: str = "cuda", tiny: bool = False, name: str = "h100", **parts: str
+) -> Path:
+    path = folder / f"first-gpu-{name}.json"
     told = [{"part": part, "status": status} for part, status in parts.items()]
     path.write_text(json.dumps({"device": device, "tiny": tiny, "parts": told}))
     return path
@@ -61,7 +63,7 @@ def test_a_mark_may_be_wrapped_anywhere():
     [
         (text("fast", "fits", "slow"), {}, "04_x.py:3: no statement 'slow'"),
         (text("fast"), {}, "'fits' .*no text"),
-        (text("fast", "fits"), {"fits": "a.json"}, "04_x.py:2: a.json has shown 'fits'"),
+        (text("fast", "fits"), {"fits": "a.json"}, "04_x.py:2: 'fits' was shown in a.json"),
         (text("fast", "fits"), {"fits": "a.json"}, r"\(--write\)"),
         ({NOTEBOOK: text("fast", "fits")[NOTEBOOK] + "\n# (not yet\n# seen on a GPU)"}, {}, "04_x"),
         ({README: text("fast", "fits")[NOTEBOOK]}, {}, r"README.md:1: should be \[\*"),
@@ -81,6 +83,13 @@ def test_only_a_whole_run_on_a_gpu_shows_something(tmp_path):
     assert list(seen([record(tmp_path, **held | {"xray": "failed"})], LIST)) == ["fast"]
     for rehearsal in ({"device": "cpu"}, {"device": "pretend"}, {"tiny": True}):
         assert seen([record(tmp_path, **rehearsal, **held)], LIST) == {}
+
+
+def test_parts_of_a_statement_may_have_held_in_different_runs(tmp_path):
+    first = record(tmp_path, name="1", memory="held", xray="failed")
+    second = record(tmp_path, name="2", memory="failed", xray="held")
+    assert seen([first, second], LIST) == {"fits": "first-gpu-1.json, first-gpu-2.json"}
+    assert seen([first], LIST) == {}
 
 
 def test_a_run_as_first_gpu_writes_it_can_be_read(tmp_path):
@@ -119,7 +128,7 @@ def test_write_removes_what_was_seen_and_check_is_content(tmp_path, monkeypatch,
     assert gpu_marks.main(["--check"]) == 0
     record(results, bench="held")
     assert gpu_marks.main(["--check"]) == 2
-    assert re.search("04_x.py:1: first-gpu-h100.json .*'fast'", capsys.readouterr().err)
+    assert re.search("04_x.py:1: 'fast' .* first-gpu-h100.json", capsys.readouterr().err)
     assert gpu_marks.main(["--write"]) == 0
     assert place.read_text() == "# It is fast.\n"
     assert gpu_marks.main(["--check"]) == 0
