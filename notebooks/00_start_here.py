@@ -10,7 +10,7 @@
 # # Train with AMP in five minutes
 #
 # **What you'll do.** Train a small network twice on your machine: once in plain fp32 and once with
-# automatic mixed precision (AMP). One figure shows what AMP changes: time, memory and loss.
+# automatic mixed precision (AMP). One figure compares time, memory and loss.
 #
 # **What you'll learn.**
 # - the few lines that turn a training loop into an AMP loop, and what each line is for;
@@ -35,7 +35,7 @@ device, scale = start()  # AMP_LAB_DEVICE and AMP_LAB_SCALE override the choice
 figures.use_style()
 
 # %% [markdown]
-# The printed line shows the device, the version of torch, the date and, in a git checkout, the commit.
+# The printed line shows the device, the version of torch and the date.
 # *Quick scale* means that the problems are small enough for a CPU. <!-- tests/core/test_device.py -->
 # <!-- tests/notebooks/test_notebooks.py -->
 #
@@ -136,8 +136,8 @@ def train_amp(model, optimizer, batches, dtype, scaler):
 # The marked lines use two tools:
 #
 # - **`torch.autocast`** casts the inputs of [many ops in its block](02_autocast_dtypes.ipynb): to 16 bits
-#   for linear layers and convolutions, and to fp32 for ops that need it, such as `cross_entropy`. The
-#   weights stay in fp32.
+#   for linear layers and convolutions, and to fp32 for ops that need it, such as `mse_loss`. The weights
+#   stay in fp32.
 # - **The scaler** is needed only for fp16, where a gradient smaller than about 3e-8 [becomes
 #   zero](01_number_formats.ipynb#Underflow). `scale` multiplies the loss, and so all gradients, by a large
 #   number, the *loss scale*. `step` divides the gradients by the loss scale before the optimizer uses
@@ -147,8 +147,8 @@ def train_amp(model, optimizer, batches, dtype, scaler):
 # Autocast uses [two 16-bit formats](01_number_formats.ipynb#Range). **bf16** has about the range of fp32 and
 # usually needs no scaler. **fp16** is more precise, but its largest number is 65504. As a rule of thumb,
 # use bf16 on hardware that is fast in bf16, and fp16 on [a T4, V100 or RTX
-# 20](../docs/hardware.md#t4-v100-and-rtx-20). `recommend_precision` times a matrix multiplication in each
-# precision and recommends one for this device: <!-- tests/core/test_device.py -->
+# 20](../docs/hardware.md#t4-v100-and-rtx-20). `recommend_precision` times a matrix multiplication in several
+# precisions and recommends one for this device: <!-- tests/core/test_device.py -->
 
 # %% tags=["nbval-ignore-output"]
 recommended = recommend_precision(device)
@@ -183,11 +183,11 @@ assert abs(last[str(precision)] - last["fp32"]) < 0.02 * first  # equally well
 assert {p.dtype for p in amp_model.parameters()} == {torch.float32}
 
 # %% [markdown]
-# Both losses fell by nearly the same amount, as the assertion checks.
+# Both runs end at nearly the same loss, as the second assertion checks.
 #
 # Next we measure the time of a step. `compare` runs steps of both loops in turns. We also compare the *saved
-# activations*: the tensors that the forward pass keeps in memory for the backward pass. `forecast_memory`
-# computes their size from the shapes. <!-- tests/core/test_timing.py -->
+# activations*: the tensors that the forward pass keeps in memory for the backward pass, without weights and
+# their casts. `forecast_memory` computes their size from the shapes. <!-- tests/core/test_timing.py -->
 # <!-- tests/tracing/test_memory.py -->
 
 # %% tags=["nbval-ignore-output"]
@@ -219,8 +219,8 @@ assert memory[str(precision)] < memory["fp32"]
 # - **Middle:** the memory of the saved activations.
 # - **Right:** the loss over the 70 steps. <!-- tests/plots/test_plots.py -->
 #
-# The outputs that you see here come from two CPU cores with bf16 instructions, where AMP made a step
-# faster. Your machine may differ.
+# The stored outputs come from two CPU cores with bf16 instructions, where AMP made a step faster. Your
+# machine may differ.
 #
 # ## Where do you want to go?
 #
@@ -250,9 +250,9 @@ assert memory[str(precision)] < memory["fp32"]
 #
 # ## Summary
 #
-# Four lines of the loop changed: an autocast block around the forward pass and the loss, and three calls
-# of a scaler, which is enabled only for fp16. Here AMP about halved the saved activations and left the
-# loss about the same. The time changed by the factor that you measured.
+# Four lines of the loop are new or changed: an autocast block around the forward pass and the loss, and
+# three calls of a scaler, which is enabled only for fp16. Here AMP about halved the saved activations and
+# left the loss about the same. The time changed by the factor that you measured.
 #
 # Next: [what the formats can and cannot represent](01_number_formats.ipynb).
 #

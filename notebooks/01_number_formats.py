@@ -362,13 +362,13 @@ assert torch.amp.GradScaler("cpu").get_scale() == 2**16
 _ = figures.gradients_against_fp16(gradients.abs().log2(), scales=(1, 2**16))
 
 # %% [markdown]
-# Each histogram shows log2 of the scaled gradients. The background shows what they become in fp16, from
+# Each histogram shows log2 of |gradient x scale|. The background shows what they become in fp16, from
 # left to right: zero (grey), subnormal (light grey), normal (white) and infinite (grey).
 #
 # - **Scale 1, or 2^0 (above):** nearly all gradients lie in the two grey areas on the left, and more than
 #   a fifth become zero.
 # - **Scale 2^16 (below):** all gradients move 16 units to the right, and nothing else changes. Fewer than
-#   2 % become zero. `torch.amp.GradScaler` starts with this scale.
+#   2 % become zero. By default, `torch.amp.GradScaler` starts with this scale.
 #
 # In bf16 none of these gradients becomes zero, so bf16 needs no scaler here.
 #

@@ -74,7 +74,7 @@ assert defaults == [torch.bfloat16] + [torch.float16] * 3
 # | policy | what autocast does | typical ops |
 # |---|---|---|
 # | lower precision | casts the inputs to `low` | `linear`, `conv2d`, `matmul` |
-# | fp32 | casts the inputs to fp32, or [passes `dtype=torch.float32` to the op](https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/autocast_mode.h) | `mse_loss`, `cross_entropy`; on a GPU also `exp`, `softmax` and `layer_norm` |
+# | fp32 | casts the inputs to fp32, or [passes `dtype=torch.float32` to the op](https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/autocast_mode.h) | `mse_loss`, `prod`; on a GPU also `exp`, `softmax` and `layer_norm` |
 # | promote | casts the inputs to fp32 if one of them is fp32 | a few ops that combine tensors, such as `index_copy` and `cat` on a CPU |
 # | (not on the list) | nothing: the op runs in the dtype of its inputs | `relu`, `add`, `mean` |
 #
@@ -215,8 +215,8 @@ assert (careless.dtype, careful.dtype, back.dtype) == (low, torch.float32, low)
 
 # %% [markdown]
 # Only the second matmul runs in fp32. `enabled=False` only switches *casting* off, so low-precision inputs
-# are still multiplied in low precision. **An fp32 island needs `.float()` on its inputs.** The matmul after
-# the `enabled=False` block needs no cast, because autocast casts its inputs again.
+# are still multiplied in low precision. **An fp32 island needs `.float()` on its 16-bit inputs.** After
+# the `enabled=False` block, autocast casts the inputs of the matmul again.
 #
 # ## The cache of weight casts
 #
@@ -272,8 +272,8 @@ assert torch.equal(fresh, 2 * before)
 #
 # ## Your own autograd functions
 #
-# The `forward` of a `torch.autograd.Function` runs inside the block, where autocast casts. Its `backward`
-# runs outside, where autocast does not cast. In this example, the dtypes in `backward` do not match.
+# In this example, the `forward` of a `torch.autograd.Function` runs inside the block, where autocast casts.
+# Its `backward` runs outside, where autocast does not cast, so the dtypes in `backward` do not match.
 
 
 # %%
@@ -351,10 +351,9 @@ assert all(table[name][1] == predicted for name, predicted in here.items())
 #
 # - From `linear` to `add fp32`, an op has the same policy on all four backends.
 #   <!-- tests/notebooks/test_02_autocast_dtypes.py -->
-# - From `sum` to `layer_norm`, the CPU stays in low precision where CUDA goes to fp32. CUDA does so because
-#   [some ops, such as reductions, often need the range of
-#   fp32](https://docs.pytorch.org/docs/stable/amp.html). So a test on a CPU does not tell you which dtypes
-#   a GPU will use.
+# - From `sum` to `layer_norm`, the CPU stays in low precision where CUDA goes to fp32. [Some ops, such as
+#   reductions, often need the range of fp32](https://docs.pytorch.org/docs/stable/amp.html). So the CPU's
+#   autocast does not tell you which dtypes a GPU will use.
 # - `mean` stays in low precision on CUDA, unlike `sum`.
 # - `binary_cross_entropy` is an error on CUDA and XPU: use `binary_cross_entropy_with_logits` ([notebook
 #   08](08f_ops_and_devices.ipynb#BCELoss-is-refused-on-a-GPU) says why).
@@ -374,7 +373,7 @@ assert all(table[name][1] == predicted for name, predicted in here.items())
 #
 # - Parameters and their gradients stay fp32. Results keep their dtype when they leave the block.
 # - One block goes around the forward pass and the loss. `backward()` and `step()` stay outside.
-# - An fp32 island needs `enabled=False`, and `.float()` on its inputs.
+# - An fp32 island needs `enabled=False`, and `.float()` on its 16-bit inputs.
 # - In training, the cache keeps the casts of trained weights until the outermost block ends. So do not
 #   change a weight inside a block.
 # - With `custom_fwd` and `custom_bwd`, an autograd function by default casts in `backward` as in `forward`.

@@ -184,8 +184,8 @@ show("after step", layer)
 check(layer, -0.7756, -2.9002, [-0.0591, 1.0])
 
 # %% [markdown]
-# `update` comes last in the iteration, after you have called `scaler.step` for every optimizer. It adjusts
-# the scale for the next iteration. It also clears what the scaler recorded about this iteration, such as
+# Call `update` after you have called `scaler.step` for every optimizer. It adjusts the scale for the next
+# iteration. It also clears what the scaler recorded about this iteration, such as
 # the fact that the gradients are already unscaled. <!-- tests/notebooks/test_08c_scaler.py -->
 
 # %%
@@ -198,10 +198,10 @@ assert (scaler.get_scale(), good_steps) == (4096, 1)
 # %% [markdown]
 # No gradient overflowed, so `update` counted a *good* step and left the scale at 4096.
 #
-# Call the methods [in this order](https://docs.pytorch.org/docs/stable/notes/amp_examples.html): `step` once
-# for each optimizer, then `update` once per iteration. Call `unscale_` at most once for each optimizer,
-# between `backward` and `step`. A second `unscale_` would divide the gradients by 4096 again, so it [raises
-# an error](08c_scaler.ipynb#Gradients-are-unscaled-twice).
+# After `backward`, call the methods [in this
+# order](https://docs.pytorch.org/docs/stable/notes/amp_examples.html): `unscale_` at most once for each
+# optimizer, `step` once for each optimizer, then `update` once. A second `unscale_` would divide the
+# gradients by 4096 again, so it [raises an error](08c_scaler.ipynb#Gradients-are-unscaled-twice).
 #
 # ## An overflow: the step is skipped, the scale halves
 #
@@ -388,14 +388,14 @@ for dtype in (torch.float16, torch.bfloat16):
 # | line | what it does |
 # |---|---|
 # | `scaler.scale(loss).backward()` | multiplies the loss by the scale, and therefore every gradient |
-# | `scaler.unscale_(optimizer)` | divides the gradients by the scale in place and checks for inf and NaN; you need it before clipping |
+# | `scaler.unscale_(optimizer)` | divides the gradients by the scale in place and checks for inf and NaN; call it before you clip |
 # | `scaler.step(optimizer)` | unscales the gradients if you did not call `unscale_`; the optimizer takes its step only if all its gradients are finite |
 # | `scaler.update()` | by default halves the scale after a skipped step, and doubles it after 2000 good steps in a row |
 #
 # Use one scaler for the whole training run, and [save its state in the
 # checkpoint](05_cifar10_mobilenet.ipynb#Resume:-to-the-last-bit). Enable it for fp16, not for bf16.
 #
-# In [notebook 04](04_fp32_vs_amp.ipynb) we train a whole network in each precision and measure time and
+# In [notebook 04](04_fp32_vs_amp.ipynb) we train a whole network in fp32 and with AMP, and measure time and
 # memory.
 #
 # ## Exercises

@@ -70,7 +70,7 @@ for dtype in (fp16, bf16):
 #
 # ## The ten practices
 #
-# The number in brackets links to a notebook about the practice.
+# A number in brackets links to a notebook about the practice.
 #
 # | practice | verdict | why |
 # |---|---|---|
@@ -78,10 +78,10 @@ for dtype in (fp16, bf16):
 # | 2. Start with the scaler's defaults | right | each skipped step halves a scale that is too high, so the scale fits after a few steps ([03](03_grad_scaler_step_by_step.ipynb)) |
 # | 3. Watch the accuracy | right, with several seeds | two fp32 runs from different seeds differ too, so one run in each precision shows little ([04](04_fp32_vs_amp.ipynb)) |
 # | 4. Only the forward pass in autocast | right | see [below](#Only-the-forward-pass-in-autocast) |
-# | 5. No casts by hand | right | on CUDA, autocast runs most ops that need fp32 in fp32 ([an exception](09_xray_your_model.ipynb#The-surprise-in-cross-entropy)), but it cannot undo the rounding of a `.half()` ([02](02_autocast_dtypes.ipynb)) |
-# | 6. Always use the scaler | only for fp16 | bf16 has the range of fp32, so small gradients do not underflow ([01](01_number_formats.ipynb)) |
+# | 5. No casts by hand | right | autocast casts for you ([02](02_autocast_dtypes.ipynb); [an exception](09_xray_your_model.ipynb#The-surprise-in-cross-entropy)), and it cannot undo the rounding of a `.half()` |
+# | 6. Always use the scaler | only for fp16 | bf16 has about the range of fp32, so small gradients rarely underflow ([01](01_number_formats.ipynb)) |
 # | 7. Tune the initial scale and the growth interval | rarely needed | the scaler soon halves a scale that is too high ([03](03_grad_scaler_step_by_step.ipynb)) |
-# | 8. Stay current with PyTorch | right | old names raise a warning ([13](13_from_apex.ipynb)) |
+# | 8. Stay current with PyTorch | right | the names in `torch.cuda.amp` raise a warning ([13](13_from_apex.ipynb)) |
 # | 9. Try larger batches | right for memory | AMP makes activations smaller ([09](09_xray_your_model.ipynb)); measure whether it is faster ([10](10_speed_ladder.ipynb)) |
 # | 10. Profile before and after | right | see [below](#Profile-before-and-after) |
 #
@@ -165,8 +165,8 @@ assert exact.dtype is blurred.dtype is fp32
 #
 # ## Profile before and after
 #
-# We profile a training step of three convolutions in fp32 and in low precision. The profiler writes a
-# trace, which is a JSON file. With `record_shapes=True`, the trace contains the dtype of each input tensor
+# We profile the forward and backward pass of three convolutions in fp32 and in low precision. The profiler
+# writes a trace, which is a JSON file. With `record_shapes=True`, the trace contains the dtype of each input tensor
 # of an op, but no dtype for a list of tensors. <!-- tests/notebooks/test_14_ten_practices.py -->
 
 # %%
@@ -261,7 +261,7 @@ for precision, (found, events) in profiles.items():
 # - Eight of the ten practices are right. You need the scaler only for fp16, and its settings rarely need
 #   a change.
 # - End the autocast block before `backward`.
-# - A profile with `record_shapes=True` shows the dtypes of input tensors, and the casts.
+# - A trace with `record_shapes=True` shows the dtypes of input tensors, and the casts.
 #
 # ## Exercises
 #
