@@ -113,8 +113,8 @@ def step_fp32(model, optimizer):
 
 
 # %% [markdown]
-# With AMP, the forward pass and the loss run under autocast. A scaler scales the loss and runs the
-# optimizer step. The comment `# AMP` marks what AMP adds or changes.
+# With AMP, the forward pass and the loss run under autocast. The loss and the optimizer step go through
+# a scaler. The comment `# AMP` marks what AMP adds or changes.
 
 
 # %%
@@ -161,8 +161,8 @@ with Precision.FP32.float32_mode("cpu"):
     assert torch.backends.cudnn.conv.fp32_precision == "ieee"
 
 # %% [markdown]
-# We compare FP32 with each precision that this device accelerates. Unless the machine is too busy,
-# `describe_device` finds these precisions by timing a matmul in each. If there are none, we use bf16 anyway.
+# We compare FP32 with each precision that `describe_device` reports as accelerated. Unless the machine is
+# too busy, it finds these precisions by timing a matmul in each. If there are none, we use bf16 anyway.
 # <!-- tests/core/test_device.py -->
 
 # %% tags=["nbval-ignore-output"]
@@ -243,8 +243,8 @@ for picture in pictures.values():
 # - Every second round runs in reverse order, so a drift of the machine affects all functions alike.
 # - It leaves out rounds in which it notices another program. If too few rounds remain, it keeps all, and
 #   the result says *not reliable*.
-# - It computes the speed-up within each round, and reports the median with its 95 % interval in
-#   brackets. <!-- tests/core/test_timing.py -->
+# - It computes the speed-up within each round. A reliable result shows the median, with its 95 % interval
+#   in brackets. <!-- tests/core/test_timing.py -->
 #
 # `is_possible` checks that a time is not far shorter than the device allows, unless the machine was busy.
 # It divides the step's floating-point operations (FLOP) by the time, and compares the result with 1.5 times
@@ -264,9 +264,9 @@ fastest = training.ratio(Precision.FP32, precisions[-1])
 assert device.type == "cpu" or not fastest.is_below(1)
 
 # %% [markdown]
-# The lines show the time of a step in each precision and, except for FP32, the speed-up over FP32 and its
-# interval. AMP is faster if the interval lies above 1x, and slower if it lies below 1x. If the interval
-# contains 1x, this measurement cannot tell. On our two CPU cores AMP is faster.
+# The lines show the time of a step in each precision and, except for FP32, the interval of its speed-up
+# over FP32. A precision is faster if a reliable interval lies above 1x, and slower if it lies below 1x. If
+# the interval contains 1x, this measurement cannot tell. On our two CPU cores AMP is faster.
 #
 # Inference runs only the forward pass, so it needs autocast but no scaler. Will inference gain more than
 # training, or less?
@@ -287,7 +287,8 @@ assert inference_flops < 0.5 * training_flops  # the backward pass is most of a 
 #
 # Autograd saves tensors for the backward pass. `saved_bytes` measures their size, without the parameters,
 # with [hooks that see each saved
-# tensor](https://docs.pytorch.org/tutorials/intermediate/autograd_saved_tensors_hooks_tutorial.html). On a GPU, `measure` also reads the peak of the memory in the whole step, if PyTorch's allocator keeps
+# tensor](https://docs.pytorch.org/tutorials/intermediate/autograd_saved_tensors_hooks_tutorial.html). On a
+# GPU, `measure` also reads the peak of the memory in the whole step, if PyTorch's allocator keeps
 # statistics there. <!-- tests/core/test_timing.py -->
 
 # %% tags=["nbval-ignore-output"]
@@ -311,13 +312,13 @@ _ = figures.time_and_memory(
 )
 
 # %% [markdown]
-# The figure shows the time on the left and the memory on the right. The label above a bar gives its value
-# and, for AMP, the speed-up or the share of FP32's memory. <!-- tests/plots/test_plots.py -->
+# The figure shows the time on the left and the memory on the right. Here the label above a bar gives its
+# value and, for AMP, the speed-up or the share of FP32's memory. <!-- tests/plots/test_plots.py -->
 #
 # On our two CPU cores, autograd stores about half as many bytes with bf16 as with FP32, because nearly
-# all saved tensors are activations in bf16. <!-- tests/notebooks/test_04_fp32_vs_amp.py -->
+# all of these bytes are activations in bf16. <!-- tests/notebooks/test_04_fp32_vs_amp.py -->
 #
-# The peak also includes the weights, their gradients and Adam's state. All of these [stay in
+# The peak also includes the weights and Adam's state. Both [stay in
 # fp32](06_caltech256_resnet50.ipynb#Train-the-backbone-too).
 #
 # ## How not to measure
@@ -339,10 +340,11 @@ for task, (fp32_s, amp_s) in article.items():
 # library](https://docs.pytorch.org/tutorials/recipes/recipes/benchmark.html). Warm up before you measure.
 #
 # **Do not stop the clock too early.** A call that starts work on a GPU [usually returns before the work is
-# done](https://docs.pytorch.org/docs/stable/notes/cuda.html#asynchronous-execution). If you read the clock without waiting first, you time how fast the CPU queues work.
+# done](https://docs.pytorch.org/docs/stable/notes/cuda.html#asynchronous-execution). If you then read the
+# clock without waiting, you time how fast the CPU queues work.
 #
-# `compare` always waits, so we write a clock that waits after the step only if we ask it to. `Rounds` is the part of
-# `compare` that collects the times of each round. <!-- tests/core/test_timing.py -->
+# `compare` always waits, so we write a clock that waits after the step only if we ask it to. `Rounds` is
+# the part of `compare` that collects the times of each round. <!-- tests/core/test_timing.py -->
 
 
 # %%
