@@ -64,8 +64,7 @@ assert loss.dtype is weight.dtype is weight.grad.dtype is torch.float32
 
 # %% [markdown]
 # Only the logits are in bf16: they come from a linear layer, which autocast runs in bf16. After
-# `logits.float()`, the loss is computed in fp32. The weights and their gradients stay in fp32, so nothing
-# changes for the optimizer.
+# `logits.float()`, the loss is computed in fp32. The weights and their gradients stay in fp32.
 #
 # ## Settings and data
 #
@@ -96,7 +95,7 @@ print(f"{kind_of_data}: {len(data.train)} training and {len(data.test)} test ima
 assert len(data.train) > config["batch_size"]
 
 # %% [markdown]
-# The training images are augmented: each is changed slightly at random, for example by a shift. The
+# The training images are augmented: they are changed slightly at random, for example by a shift. The
 # augmentation and the order of the images depend only on the seed and the epoch, so every precision
 # sees the same pixels. <!-- tests/train/data/test_images.py -->
 
@@ -110,16 +109,17 @@ def train_loader(epoch, seed):
 # %% [markdown]
 # ## The same loop with AMP
 #
-# Below is an ordinary training loop to which we have added AMP. The comment `# AMP` marks each line that
-# is new or changed. The forward pass and the loss run under autocast, and the scaler handles `backward`
-# and `step`. <!-- tests/notebooks/test_05_cifar10_mobilenet.py -->
+# Below is an ordinary training loop to which we have added AMP. The comment `# AMP` marks what AMP adds or
+# changes in the loop. The forward pass and the loss run under autocast. The loss and the optimizer step go
+# through a scaler. <!-- tests/notebooks/test_05_cifar10_mobilenet.py -->
 #
 # Both autocast and `GradScaler` take `enabled=`. With `enabled=False`, autocast casts nothing, and the
 # scaler leaves the loss unchanged and only calls `optimizer.step`. So one loop serves every precision:
 # we enable autocast for fp16 and bf16, and the scaler for fp16 alone.
 # <!-- tests/notebooks/test_05_cifar10_mobilenet.py -->
 #
-# If the scaler skips a step, `scheduler.step()` still runs, so the schedule stays the same. <!-- code -->
+# If the scaler skips a step, `scheduler.step()` still runs, so the schedule is the same as in FP32.
+# <!-- code -->
 
 
 # %%
@@ -202,9 +202,9 @@ def train(precision, seed):
 
 
 # %% [markdown]
-# We compare FP32 with the precisions that the device accelerates. If it accelerates none, we compare FP32
-# with bf16. On a CPU, we leave out fp16, because it is slow on [some CPUs](../docs/hardware.md). We train
-# three seeds in each precision.
+# We compare FP32 with the precisions that `describe_device` reports as accelerated. On a CPU, we leave out
+# fp16, because it is slow on [some CPUs](../docs/hardware.md). If none is left, we compare FP32 with bf16.
+# We train three seeds in each precision.
 #
 # Before you run this: which will differ more in accuracy, two precisions or two seeds?
 
@@ -230,8 +230,8 @@ assert all((loss[:, -1] < 0.5 * loss[:, 0]).all() for loss in losses.values())  
 # The accuracy also depends on the seed and on the choice of test images. We measure both effects in
 # percentage points:
 #
-# - The *spread of the seeds*: in each precision, we take the highest accuracy of a seed minus the lowest.
-#   The spread is the largest of these differences.
+# - The *spread of the seeds*: the accuracy of the best seed minus that of the worst, in the precision
+#   where this is largest.
 # - The *standard error*: with other test images, the accuracy would typically change by about this much.
 #   For an accuracy $p$ on $n$ images it is about $\sqrt{p (1 - p) / n}$.
 #
@@ -251,10 +251,11 @@ for precision, found in final.items():
 print(f"seeds differ by up to {100 * spread:.1f} points, standard error {100 * error:.1f} points")
 
 # %% [markdown]
-# The last line gives both effects. The yardstick is its first number plus twice its second number. The
-# precisions differ by less, so the difference does not count, even if one mean is lower.
+# The last line gives both effects. The yardstick is its first number plus twice its second number. Here
+# the precisions differ about as much as the seeds. This is less than the yardstick, so the difference does
+# not count.
 #
-# This yardstick is coarse. With so few seeds and images, we could miss a real difference of a few
+# This yardstick is coarse. With three seeds and 225 images, we could miss a real difference of a few
 # points.
 #
 # ## Find the slow layers
@@ -263,8 +264,8 @@ print(f"seeds differ by up to {100 * spread:.1f} points, standard error {100 * e
 # separately. After its first convolution, MobileNetV2 has two kinds:
 # <!-- tests/notebooks/test_05_cifar10_mobilenet.py -->
 #
-# - A *pointwise* convolution has 1x1 kernels. It is a matmul over the channels.
-# - A *depthwise* convolution has 3x3 kernels, and each kernel sees a single channel. We time depthwise
+# - Its *pointwise* convolutions have 1x1 kernels. Each is a matmul over the channels.
+# - Its *depthwise* convolutions have 3x3 kernels, and each kernel sees a single channel. We time depthwise
 #   convolutions with stride 2 as a third kind.
 #
 # We compare FP32 with one 16-bit precision. TF32 is off for FP32, as in training.
@@ -286,8 +287,8 @@ def in_mode(precision, function):
 
 
 # %% [markdown]
-# We time the convolutions of the full MobileNetV2 at both scales, on images of 64x64 pixels. (On 32x32 pixels, the last
-# convolution would see a single pixel.) For each kind, we run all its convolutions forward and backward.
+# We time the convolutions of the full MobileNetV2 at both scales, on images of 64x64 pixels. For each kind,
+# we run all its convolutions forward and backward.
 # <!-- tests/notebooks/test_05_cifar10_mobilenet.py -->
 #
 # Only four of the 52 convolutions are depthwise with stride 2. Before you run this: what share of the time
@@ -309,8 +310,8 @@ assert list(kind_times) == list(KINDS)
 # above a hatched bar is the speed-up of autocast, so a number below 1x means that autocast is slower.
 #
 # On the CPU of this run, autocast makes the depthwise layers slower. In FP32, the four layers with stride
-# 2 take less than a tenth of the time. Under autocast, they take more than a third. They lose far more
-# time than the pointwise layers gain.
+# 2 take less than a tenth of the time. Under autocast, they take more than a third. These four lose far
+# more time than the pointwise layers gain.
 #
 # ## Resume: to the last bit
 #
@@ -402,12 +403,12 @@ folder.cleanup()
 # - By our yardstick, a difference in accuracy counts if it is larger than the spread of the seeds plus
 #   two standard errors.
 # - Time autocast on your own network, with the batch and image size that you use. If autocast is slower
-#   than FP32, time the layers by kind, and run the slow kinds in [an fp32
-#   island](02_autocast_dtypes.ipynb).
-# - If a run uses a scaler or random numbers, its checkpoint needs their states. To see that nothing is
-#   missing, check that a resumed run ends with bitwise equal weights.
+#   than FP32, time the layers by kind, and run the slow kinds with [autocast
+#   disabled](02_autocast_dtypes.ipynb#Nest-and-disable-autocast).
+# - A checkpoint needs the scaler's state if the scaler is enabled, and the random states if the network has
+#   dropout. To see that nothing is missing, check that a resumed run ends with bitwise equal weights.
 #
-# Next, [notebook 06](06_caltech256_resnet50.ipynb) trains with twice the batch size in the same memory.
+# Next, [notebook 06](06_caltech256_resnet50.ipynb) counts the memory of a training step.
 #
 # ## Exercises
 #
@@ -554,8 +555,8 @@ exercises.check_superfluous(superfluous)
 # ```
 #
 # A disabled scaler has no state. Without dropout, nothing draws from the random states once the run has
-# begun, because the order of the images depends only on the seed and the epoch. Save both all the same.
-# This costs little, and the checkpoint stays complete if you later add dropout or train in fp16.
+# begun, because in this notebook the order of the images depends only on the seed and the epoch. Save both
+# all the same, so that your code also fits a run with dropout or in fp16.
 # <!-- tests/notebooks/test_exercises.py --> <!-- tests/train/data/test_batches.py -->
 #
 # </details>
