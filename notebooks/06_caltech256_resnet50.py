@@ -20,7 +20,7 @@
 # - how much memory AMP saves, and which tensors keep their size.
 #
 # **What you need.** [Notebook 04](04_fp32_vs_amp.ipynb), for the AMP step. You need no GPU and no data
-# set: if Caltech-256 is missing, the notebook generates pictures.
+# set: if Caltech-256 is missing, the notebook by default generates pictures.
 #
 # The task comes from a tutorial, *Automatic mixed precision training using PyTorch*. It reports these results
 # for ten epochs with 26,802 training images, on a GPU with 6 GiB. We did not measure them:
@@ -76,9 +76,9 @@ with torch.device("meta"):
 # ## A frozen backbone and a new head
 #
 # We use the images of Caltech-256 if they are in `data/`, and pretrained weights if torchvision has them in
-# its cache. Without the images, the notebook generates pictures in a temporary folder with the layout of
-# Caltech-256. Both load as the data set `caltech256`. Without the weights, the notebook starts from random
-# weights. To fetch images and weights, set `DOWNLOAD` to `True`. <!-- tests/train/data/test_downloads.py -->
+# its cache. If you set `DOWNLOAD` to `True`, what is missing is fetched. By default, random weights or
+# generated pictures take its place. The pictures are in a temporary folder with the layout of Caltech-256,
+# so they too load as the data set `caltech256`. <!-- tests/train/data/test_downloads.py -->
 
 # %% tags=["nbval-ignore-output"]
 DOWNLOAD = False  # True: fetch 1.2 GB of photographs and 98 MB of weights where they are missing
@@ -185,9 +185,10 @@ def train(precision):
 
 
 # %% [markdown]
-# We compare FP32 with each precision that this device accelerates. On a CPU we compare only FP32 and
-# bf16, because some CPUs are [very slow in fp16](../docs/hardware.md). The cell prints the mean loss
-# of the last epoch and the test accuracy. Every precision gets the same images in the same order.
+# On a GPU we compare FP32 with each precision that `describe_device` reports as accelerated. On a CPU we
+# compare only FP32 and bf16, because some CPUs are [very slow in fp16](../docs/hardware.md). The cell
+# prints the mean loss of the last epoch and the test accuracy. Every precision gets the same images in the
+# same order.
 # <!-- tests/core/test_device.py, tests/train/data/test_images.py -->
 
 # %% tags=["nbval-ignore-output"]
@@ -224,9 +225,9 @@ assert steps_at == {256: 1050, 512: 530}
 # ## Count the memory of a step
 #
 # Why did FP32 not fit at batch 512? We count bytes. A
-# [`TorchDispatchMode`](https://docs.pytorch.org/docs/stable/notes/extending.html) sees each operation that
-# PyTorch runs inside it and the tensors that it returns. Our mode keeps a dictionary of the storages (blocks of
-# memory) of these tensors. An entry disappears when its storage is freed. After each operation, the
+# [`TorchDispatchMode`](https://docs.pytorch.org/docs/stable/notes/extending.html) sees the operations
+# that PyTorch runs inside it and the tensors that they return. Our mode keeps a dictionary of the storages
+# (blocks of memory) of these tensors. An entry disappears when its storage is freed. After each operation, the
 # mode adds up the bytes of all entries, and it remembers the largest sum.
 # <!-- tests/notebooks/test_06_caltech256_resnet50.py -->
 
@@ -348,9 +349,8 @@ _ = figures.memory_by_dtype(
 )
 
 # %% [markdown]
-# With 512 images, the step does not fit. Each bar is the peak memory of two steps, split by dtype. The dashed
-# line is the GPU's
-# 6 GiB. With the backbone trained (right), both bars reach far beyond the line.
+# With 512 images, the step does not fit. Each bar is the peak memory of two steps, split by dtype. The
+# dashed line is the GPU's 6 GiB. With the backbone trained (right), both bars reach far beyond the line.
 #
 # AMP does not make these tensors smaller:
 #
@@ -367,11 +367,11 @@ workspace.cleanup()  # deletes generated pictures
 # %% [markdown]
 # ## Summary
 #
-# - Autograd saves no activations of our frozen backbone. In our counts, freezing the backbone saves far
+# - Of our frozen backbone, autograd saves only the output. In our counts, freezing the backbone saves far
 #   more memory than AMP does. In training mode, the running averages still change.
 # - In our ResNet-50, AMP halves the output of every layer. Weights, their gradients, optimizer state and
 #   images stay in fp32. <!-- tests/notebooks/test_06_caltech256_resnet50.py -->
-# - A dispatch mode under `FakeTensorMode` counts the memory of a step that does not fit into your
+# - Under `FakeTensorMode`, our dispatch mode counts the memory of a step that does not fit into your
 #   machine.
 # - Use one scaler for the whole run.
 # - Twice the batch means about half as many steps in an epoch, so compare accuracies at the same batch
@@ -500,8 +500,8 @@ exercises.check_halved(halved)
 # halved = {"activations"}
 # ```
 #
-# You created the images and the weights in fp32. Gradients and AdamW's moments have the dtype of their
-# weight. Only the activations are results of ops under autocast. <!-- tests/notebooks/test_exercises.py -->
+# You created the images and the weights in fp32. Gradients and AdamW's moments by default have the dtype of
+# their weight. Only the activations are results of ops under autocast. <!-- tests/notebooks/test_exercises.py -->
 #
 # </details>
 #
