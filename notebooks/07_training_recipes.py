@@ -71,7 +71,8 @@ assert math.isclose(clipped_first.norm(), 0.1 / 65536, rel_tol=1e-6)
 #
 # - **Code that reads gradients belongs after `unscale_`.**
 # - **Code that computes gradients starts from `scaler.scale(…)`.**
-# - Code that reads only weights needs no change, because autocast leaves the weights in fp32.
+# - Outside of autocast, code that reads only weights needs no change, because autocast leaves the weights
+#   in fp32.
 # <!-- tests/notebooks/test_07_training_recipes.py -->
 #
 # ## The setting
@@ -256,7 +257,7 @@ problem.check_same(recipes.penalty_plain, penalty_amp)
 # With AMP the scaler may skip a step, which the schedule should not count. `scaler.step` does not report
 # a skipped step, but the loss scale shows it. With one optimizer, [the scale
 # falls](https://github.com/pytorch/pytorch/blob/main/torch/amp/grad_scaler.py) exactly when the step was
-# skipped.
+# skipped, until it is 0.
 
 
 # %%
@@ -282,8 +283,8 @@ problem.check_same(recipes.schedule_plain, schedule_amp)
 #
 # ## Checkpoint activations
 #
-# You need this if activations fill the memory. A checkpointed part of the model [does not save its
-# activations](https://docs.pytorch.org/docs/stable/checkpoint.html), but runs a second time in the
+# You need this if activations fill the memory. By default, a checkpointed part of the model [does not save
+# its activations](https://docs.pytorch.org/docs/stable/checkpoint.html), but runs a second time in the
 # backward pass. Here we checkpoint the first two layers.
 
 
@@ -300,7 +301,7 @@ class Checkpointed(nn.Module):
 
 
 # %% [markdown]
-# AMP needs no change. The second run happens outside of the autocast block, but `checkpoint` has
+# AMP needs no change here. The second run happens outside of the autocast block, but `checkpoint` has
 # recorded the state of autocast and restores it. Here, checkpointing changes no bit of the weights in
 # fp16: <!-- tests/notebooks/test_07_training_recipes.py -->
 
@@ -316,8 +317,8 @@ assert torch.equal(recomputed, problem.change(train_amp, torch.float16))
 #
 # **Without `use_reentrant`** you get the older kind of checkpoint, with a warning that asks you to
 # choose. If the checkpoint's input needs no gradient, such as a batch of data, the older kind cuts the
-# graph there. The parameters inside then get no gradient. If layers that learn follow, you see no error,
-# but the checkpointed part never learns.
+# graph there. The parameters inside then get no gradient. If layers that learn follow, `train_amp` raises
+# no error, but the checkpointed part never learns.
 # <!-- tests/notebooks/test_07_training_recipes.py -->
 #
 # ## Use several losses and optimizers
@@ -407,12 +408,12 @@ assert message == "Attempting to unscale FP16 gradients."
 # | recipe | what AMP adds | what goes wrong without it |
 # |---|---|---|
 # | [Clip](#Clip-gradients) | `scaler.unscale_(optimizer)` before clipping | SGD nearly stands still |
-# | [Accumulate](#Accumulate-gradients) | `scale` per batch; `unscale_`, `step` and `update` per group | a second `unscale_` raises an error |
+# | [Accumulate](#Accumulate-gradients) | `scale` per batch; `unscale_`, `step` and `update` per group | fp16: a second `unscale_` raises an error |
 # | [Penalise](#Penalise-gradients) | scale the inner loss, divide its gradients by `get_scale()` | fp16: the penalty is 2^32 times too large at the initial scale |
 # | [Schedule](#Schedule-the-learning-rate) | `scheduler.step()` only if the scale did not fall | skipped steps use up the schedule |
 # | [Checkpoint](#Checkpoint-activations) | nothing, but use `use_reentrant=False` | parameters may get no gradient |
 # | [Several](#Use-several-losses-and-optimizers) | one scaler, one `update` at the end | a step may be twice as long as it should be |
-# | [Load](#Load-half-precision-weights) | `model.float()` if parameters are fp16 or bf16 | fp16: an error, unless the optimizer is fused; bf16: small updates vanish |
+# | [Load](#Load-half-precision-weights) | `model.float()` if parameters are fp16 or bf16 | fp16: an error (with a fused optimizer, perhaps none); bf16: small updates vanish |
 #
 # If your training still breaks, continue with [notebook 08](08_when_amp_breaks.ipynb), which starts from
 # the error message.
@@ -452,8 +453,8 @@ exercises.check_lengths(lengths)
 # lengths = (0.5 / 1024, 0.0003)
 # ```
 #
-# The first scaled gradient has a length of 6144. Clipping shortens it to 0.5, and `step` divides it by
-# 1024. The second has a length of 0.3072, so clipping does not change it. Large gradients should get a
+# The first scaled gradient has a length of 6144. Clipping shortens it to 0.5, and `step` divides it by the
+# scale. The second has a length of 0.3072, so clipping does not change it. Large gradients should get a
 # length of 0.5, but they become far too short.
 #
 # </details>
@@ -490,7 +491,7 @@ exercises.check_group_step(group_step)
 #     scaler.update()
 # ```
 #
-# If you call `unscale_` and clip after each loss, the second `unscale_` raises an error.
+# If you call `unscale_` and clip after each loss, the second `unscale_` raises an error in fp16.
 # <!-- tests/notebooks/test_07_training_recipes.py -->
 #
 # </details>
