@@ -10,12 +10,12 @@
 # # Find out why AMP broke, and repair it
 #
 # **What you'll do.** Start from what you see: an error message, a warning, a NaN, or a run that is no
-# faster than before. Find it here, and follow the link to the cause and the fix.
+# faster than before. Find it here, and follow the link, or pass its code to `amp-lab explain`.
 #
 # **What you'll learn.**
 # - how to let `amp-lab explain` read a message or a log for you;
 # - five questions to ask first;
-# - where each failure is explained, often with a small program that fails and a fix.
+# - where to read about each failure.
 #
 # **What you need.** You need no GPU and no other notebook.
 
@@ -30,7 +30,7 @@ device, scale = start()  # AMP_LAB_DEVICE and AMP_LAB_SCALE override the choice
 # %% [markdown]
 # ## Paste your message
 #
-# `explain` finds the failure that causes a message. Dtypes, numbers, names and line breaks in your
+# `explain` finds known failures by their message. Dtypes, numbers, names and line breaks in your
 # message may differ from those that `explain` knows.
 
 # %%
@@ -52,7 +52,7 @@ assert failure.code == "AMP0018"
 # pdm run amp-lab explain "the loss is the same in every step"
 # ```
 #
-# For a log, the command also names the last line of *your* code in the
+# For a log with a traceback, the command also names the last line of *your* code in the
 # traceback. <!-- tests/cli/test_explain_command.py -->
 
 # %% [markdown]
@@ -122,7 +122,7 @@ assert failure.code == "AMP0018"
 # | [The loss scale falls towards 0](08b_learning.ipynb#The-loss-scale-falls-towards-0) `AMP0002` | `` grad_scale is too small, exiting `` |
 # | [A layer does not learn because its gradients underflow](08b_learning.ipynb#A-layer-does-not-learn-because-its-gradients-underflow) `AMP0003` | in fp16 some gradients are exactly zero |
 # | [Weights get no gradient after an evaluation pass](08b_learning.ipynb#Weights-get-no-gradient-after-an-evaluation-pass) `AMP0025` | first forward in no_grad, second should train, but the weights get no gradient under fp16 |
-# | [The scaler runs with bf16 or the dtype is not the one you meant](08b_learning.ipynb#The-scaler-runs-with-bf16-or-the-dtype-is-not-the-one-you-meant) `AMP0028` | the loss scale grows and grows |
+# | [The scaler runs with bf16, or the dtype is not the one you meant](08b_learning.ipynb#The-scaler-runs-with-bf16,-or-the-dtype-is-not-the-one-you-meant) `AMP0028` | the loss scale grows and grows |
 # | [Half precision weights stop moving](08b_learning.ipynb#Half-precision-weights-stop-moving) `AMP0029` | a model loaded in torch_dtype bfloat16 trains worse, with a higher final loss, than one loaded in fp32 |
 # | [Adam makes fp16 weights NaN](08b_learning.ipynb#Adam-makes-fp16-weights-NaN) `AMP0121` | weights are NaN or inf after the first optimizer step in fp16, though the gradients are finite |
 # | [Positions or counts are wrong beyond 256](08b_learning.ipynb#Positions-or-counts-are-wrong-beyond-256) `AMP0030` | the rotary cache has wrong values once the model is cast to bfloat16 |
@@ -519,8 +519,8 @@ exercises.check_advance(advance)
 #         scheduler.step()
 # ```
 #
-# With one optimizer the scale falls if and only if the step was skipped. After a good step it stays,
-# or doubles. (A scale that has fallen to 0 cannot fall any further, but by then training has ended.)
+# With one optimizer the scale falls if and only if the step was skipped, unless the scale is 0 already. After a
+# good step it stays or grows.
 #
 # </details>
 #
@@ -531,8 +531,8 @@ exercises.check_advance(advance)
 #   for clipping, accumulation, several losses, models and optimizers.
 # - [`torch.amp`](https://docs.pytorch.org/docs/stable/amp.html): what autocast casts on CUDA, XPU and
 #   the CPU, and why it refuses `binary_cross_entropy`.
-# - [Numerical accuracy](https://docs.pytorch.org/docs/stable/notes/numerical_accuracy.html): how accurate results
-#   in each precision can be.
+# - [Numerical accuracy](https://docs.pytorch.org/docs/stable/notes/numerical_accuracy.html): where PyTorch's
+#   results can overflow or be less exact.
 # - Threads about these failures: [NaN under mixed precision](https://github.com/pytorch/pytorch/issues/40497),
 #   [statistics of batch normalisation ruined by one batch](https://github.com/pytorch/pytorch/issues/88474),
 #   [gradients lost after `no_grad`](https://github.com/pytorch/pytorch/issues/112583), [compiled gradients that

@@ -9,7 +9,7 @@
 # %% [markdown]
 # # Keep values inside the range of fp16
 #
-# **What you'll do.** Look up one failure: its message or symptom, the smallest program that shows it,
+# **What you'll do.** Look up one failure: its message or symptom, a small program that shows it,
 # why it happens, and the fix.
 #
 # **What you'll learn.** You will be able to repair:
@@ -93,14 +93,14 @@ for dtype in (torch.float32, torch.float16):
 assert loss_in(torch.float16, model).isnan()
 
 # %% [markdown]
-# **Why.** fp16 has no finite number above 65504. Here, the output of a layer exceeds 65504. A later op, such
-# as a normalisation, then subtracts infinity from infinity, which is NaN.
+# **Why.** fp16 has no finite number above 65504. Here, the output of a layer exceeds 65504 and becomes infinite. A
+# normalisation then subtracts infinity from infinity, which is NaN.
 #
 # **The fix.** Use bf16, which has nearly the range of fp32. If the GPU has no bf16, run the layers that
 # overflow in fp32: switch autocast off around them, and cast their inputs with `.float()`.
 #
-# The next matmul under autocast casts its input back to fp16. The values must be small again before this
-# matmul. Here the normalisation makes them small. <!-- tests/notebooks/test_08a_values.py -->
+# The first matmul after these layers casts its input to fp16 again, so the values must be small again before it.
+# Here the normalisation makes them small. <!-- tests/notebooks/test_08a_values.py -->
 
 
 # %%
@@ -122,7 +122,7 @@ torch.testing.assert_close(loss_in(torch.bfloat16, model), exact, rtol=0.05, ato
 torch.testing.assert_close(loss_in(torch.float16, repaired), exact, rtol=0.01, atol=0)  # 11 bits
 
 # %% [markdown]
-# **Not this.** Do not clamp the activations to 65504: the clamped values are wrong.
+# **Not this.** Do not clamp the activations to 65504: a value of 150,000, for example, becomes 65504.
 
 # %%
 assert torch.tensor(150_000.0).half().clamp(max=65504) == 65504
@@ -156,8 +156,8 @@ assert finder.report.module == "0"
 # words = "masked_fill fill_ full clamp pad index_fill attention mask scores -1e9 -1e10 1e20 finfo min transformers big_neg neginf"
 # -->
 #
-# **What you see.** `masked_fill`, `full`, `clamp` or `pad` raises `value cannot be converted to type c10::Half
-# without overflow`. In other cases there is no message, but attention is NaN.
+# **What you see.** `masked_fill`, `full` or `pad` raises `value cannot be converted to type c10::Half without
+# overflow`. In other cases there is no message, but attention is NaN.
 #
 # **The smallest program that does it.** We mask attention scores with -1e9, once by filling and once by
 # adding. Then we fill bf16 scores with the lowest number of fp32. It does not fit either, because the range of
@@ -175,10 +175,11 @@ assert added[0].isnan().all()
 
 # %% [markdown]
 # **Why.** The constant, often -1e9, lies outside the range of the tensor's dtype. `masked_fill` checks the
-# constant and refuses it. Addition, `torch.where` and `scores[i, j] = -1e9` do not check: they store -inf.
+# constant and refuses it. Addition, `torch.where` and `scores[i, j] = -1e9` do not check it: in fp16 they give
+# -inf.
 # <!-- tests/notebooks/test_08a_values.py -->
 #
-# **The fix.** Fill in `torch.finfo(scores.dtype).min`, the lowest number of the dtype.
+# **The fix.** Fill with `torch.finfo(scores.dtype).min`, the lowest finite number of the dtype.
 
 # %%
 lowest = torch.finfo(scores.dtype).min
@@ -230,7 +231,7 @@ print(attend(v, hidden))
 assert attend(v, hidden)[0].isnan().all()
 
 # %% [markdown]
-# **Why.** All scores of the row are -inf, so their softmax is 0/0, which is NaN.
+# **Why.** All scores of the row are -inf. By its formula, their softmax is 0/0, which is NaN.
 #
 # **The fix.** Use `F.scaled_dot_product_attention`. Since torch 2.5, it returns 0 for such a row on a
 # CPU. In attention that you write yourself, unmask each fully masked row, and exclude these rows from the loss.
@@ -243,11 +244,11 @@ assert attend(v, hidden & ~nowhere).tolist() == [[1, 1], [1, 1]]
 
 # %% [markdown]
 # PyTorch changed `F.scaled_dot_product_attention` in [pull request
-# 133882](https://github.com/pytorch/pytorch/pull/133882). Some modules can still return NaN:
+# 133882](https://github.com/pytorch/pytorch/pull/133882). In two cases, a module can still return NaN:
 # <!-- tests/notebooks/test_08a_values.py -->
 #
-# - `nn.MultiheadAttention`: pass `need_weights=False`;
-# - `nn.MultiheadAttention` and `nn.TransformerEncoderLayer` in evaluation without gradients: call
+# - `nn.MultiheadAttention` returns its weights, as it does by default: pass `need_weights=False`;
+# - `nn.MultiheadAttention` or `nn.TransformerEncoderLayer` runs in evaluation without gradients: call
 #   `torch.backends.mha.set_fastpath_enabled(False)`.
 #
 # **Not this.** Do not apply `nan_to_num` to the output of attention: the output is then finite, but the
@@ -305,8 +306,8 @@ assert probabilities_in(torch.float16).isnan().all()
 assert probabilities_in(torch.float16).argmax() == 0  # so greedy decoding chooses token 0
 
 # %% [markdown]
-# **Why.** The logits are inf or NaN before the sampling, but the sampling is the first op that checks them. One
-# cause is a model that was trained in bf16 and runs in fp16, where its hidden values overflow.
+# **Why.** The logits are inf or NaN before the sampling, but `softmax` does not check them. One cause is a model
+# that was trained in bf16 and runs in fp16, where its hidden values overflow.
 #
 # **The fix.** Load the model in the dtype in which it was trained, such as `dtype=torch.bfloat16`. On a GPU
 # without bf16, use fp32, or keep the layers that overflow in fp32.
@@ -338,7 +339,8 @@ assert torch.multinomial(probabilities_in(torch.bfloat16), 1).item() in (0, 1)
 #
 # **What you see.** Some values are NaN, for example in a row of zeros.
 #
-# **The smallest program that does it.** We divide each row by its largest value. One row is all zeros.
+# **The smallest program that does it.** We divide each row by its largest absolute value. One row is all
+# zeros.
 
 
 # %%
@@ -356,7 +358,7 @@ assert torch.tensor(1e-8).half() == 0
 # **Why.** The smallest positive number of fp16 is 6e-8, so an epsilon of 1e-8 or 1e-12 rounds to zero. The epsilon
 # then no longer prevents a division by zero.
 #
-# `F.normalize` has an epsilon of 1e-12. On a CPU, it also returns NaN for a row of zeros in fp16.
+# `F.normalize` has an epsilon of 1e-12 by default. On a CPU, it also returns NaN for a row of zeros in fp16.
 #
 # **The fix.** Compute the division in fp32, on `h.float()`. If you train, also use a larger epsilon, such as 1e-3.
 # For a row of zeros, the gradient is divided by the epsilon, so a tiny epsilon makes the gradient
@@ -458,10 +460,10 @@ assert weight.grad.count_nonzero() == 0
 # **Why.** The square of 256 is 65536, which is infinite in fp16. A finite number divided by infinity is 0.
 # Autocast leaves the multiplication `h * h` in fp16, so the square overflows long before `h` does.
 #
-# If you call `.half()` on a mask, its sum in a Dice or IoU loss can overflow too: 512 x 512 ones add up to 262,144.
+# Outside autocast, the sum of an fp16 mask in a Dice or IoU loss can overflow too: 512 x 512 ones add up to 262,144.
 #
-# **The fix.** Use PyTorch's function, such as `F.rms_norm`, which does not overflow. Or call `.float()`
-# on the input of the formula, such as the logits of a loss.
+# **The fix.** Use PyTorch's function, such as `F.rms_norm`. Or call `.float()` on the input of the formula,
+# such as the logits of a loss.
 
 # %%
 exact = rms_norm(150 * x)
@@ -472,8 +474,8 @@ pixels = torch.ones(512, 512).half().sum()
 assert (2 * pixels / (pixels + pixels)).isnan()  # a Dice score
 
 # %% [markdown]
-# **Notice it earlier.** If all gradients of a layer are zero, wrap the step in `find_nonfinite`. It also reports a
-# division by infinity, whose result is 0. <!-- tests/numerics/test_nonfinite.py -->
+# **Notice it earlier.** If all gradients of a layer are zero, wrap the step in `find_nonfinite`. It also
+# reports an overflow in a divisor, as here. <!-- tests/numerics/test_nonfinite.py -->
 
 # %% [markdown]
 # ## Training is fine but evaluation is NaN
@@ -517,9 +519,9 @@ assert all(parameter.isfinite().all() for parameter in model.parameters())
 assert not all(buffer.isfinite().all() for buffer in model.buffers())
 
 # %% [markdown]
-# **Why.** The scaler skips the optimizer step. The skipped step leaves only the parameters and the optimizer's state
-# unchanged. The running mean and variance of batch normalisation are buffers, and the forward pass has already
-# made them NaN. Training does not use these buffers, but evaluation does.
+# **Why.** The scaler skips the optimizer step. This protects the parameters and the optimizer's state, but not the
+# buffers. The forward pass has already made the running mean and variance of batch normalisation NaN. Training mode
+# normalises without these buffers, but evaluation uses them.
 #
 # **The fix.** Measure the running statistics again on good batches, with
 # `torch.optim.swa_utils.update_bn(loader, model)`. Then repair the overflow.
@@ -569,12 +571,12 @@ def masked_step(scaler):
 print(message_of(lambda: masked_step(torch.amp.GradScaler("cpu", init_scale=2.0**17))))
 
 # %% [markdown]
-# **Why.** `GradScaler` raises the scale until gradients overflow, then skips the step and halves the scale. The
-# overflow can produce NaN, since infinity times 0 is NaN. Anomaly detection does not know that the scaler will skip
-# the step, and stops.
+# **Why.** By default, `GradScaler` raises the scale until gradients overflow, then skips the step and halves the
+# scale. The overflow can produce NaN, since infinity times 0 is NaN. Anomaly detection does not know that the
+# scaler will skip the step, and raises an error.
 #
 # **The fix.** Search for the NaN with a scale of 1: `GradScaler(init_scale=1.0)`. If the error remains, or if
-# you use no scaler, the NaN is real, and the message names the op.
+# you use no scaler, the scale is not the cause, and the message names the op.
 
 # %%
 assert masked_step(torch.amp.GradScaler("cpu", init_scale=1.0)).tolist() == [0.0, 1.0]

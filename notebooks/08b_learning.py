@@ -10,12 +10,12 @@
 # # Find out why a model learns nothing
 #
 # **What you'll do.** Find out why a model learns nothing or too little, why it fails on long inputs, or why
-# its logged loss is wrong. For each failure, this notebook shows a symptom, a small program that causes it,
-# the reason and the fix.
+# its logged loss is wrong. For each failure, this notebook shows a symptom, a small program, the reason and
+# the fix.
 #
 # **What you'll learn.** You will be able to repair:
 # - a loss scale that [falls to 0](#The-loss-scale-falls-towards-0) or [grows and
-#   grows](#The-scaler-runs-with-bf16-or-the-dtype-is-not-the-one-you-meant);
+#   grows](#The-scaler-runs-with-bf16,-or-the-dtype-is-not-the-one-you-meant);
 # - gradients that [underflow](#A-layer-does-not-learn-because-its-gradients-underflow) or [are
 #   missing](#Weights-get-no-gradient-after-an-evaluation-pass);
 # - weights that [stop moving](#Half-precision-weights-stop-moving), [become NaN in
@@ -63,8 +63,8 @@ x = torch.tensor([[1.0, 2.0]])  # (1, 2), the input of several programs below
 # **What you see.** Every step is skipped, and the scale halves each time, from 65536 down to 0. The
 # loss itself may look perfectly good.
 #
-# **The smallest program that does it.** The loss is the square root of a squared weight, and the weight starts at
-# zero.
+# **The smallest program that does it.** The loss is a sum of square roots of squared weights. One weight starts
+# at zero.
 
 
 # %%
@@ -96,8 +96,8 @@ assert scales[165:] == [0.0] * 5  # from where no doubling leads back
 # help. Typical sources are a square root at 0, `log(0)`, 0/0, a NaN in the data, or an activation
 # that overflows in fp16. <!-- tests/notebooks/test_08b_learning.py -->
 #
-# **The fix.** Run one step inside `amp_lab.numerics.find_nonfinite`. It names the operation that gives the
-# first inf or NaN, in the forward or backward pass. Then change this operation. For a square root, add a small
+# **The fix.** Run one step inside `amp_lab.numerics.find_nonfinite(model)`. It reports where the inf or NaN comes
+# from, in the forward or backward pass. Then change the operation or the data. For a square root, add a small
 # number under the root. <!-- tests/notebooks/test_08b_learning.py -->
 
 
@@ -112,11 +112,10 @@ _ = figures.loss_scales({"NaN in every step": scales[:60], "healthy": healthy})
 assert (healthy[0], healthy[-1]) == (2.0**16, 2.0**19)
 
 # %% [markdown]
-# In the figure, the scale of the healthy run rises in steps. The scale of the failing run falls below 1 (dotted
-# line) after 17 steps.
+# In the figure, the scale of the healthy run doubles every 20 steps (`growth_interval=20`). The scale of the
+# failing run falls below 1 (dotted line) after 17 steps.
 #
-# **Not this.** Do not switch the scaler off: the weight that starts at 0 then becomes NaN. Do not replace NaN
-# by 0 in the gradients: this weight then never changes. <!-- tests/notebooks/test_08b_learning.py -->
+# **Not this.** Do not switch the scaler off: the weight that starts at 0 then becomes NaN.
 
 # %%
 unscaled, _ = train(sick_loss, torch.amp.GradScaler("cpu", enabled=False), steps=1)
@@ -163,7 +162,7 @@ print("largest gradient:", lost.max().item())
 assert lost.count_nonzero() == 0
 
 # %% [markdown]
-# **Why.** The backward pass casts gradients to fp16. The smallest positive number of fp16 is 2^-24 (6e-8), and
+# **Why.** Here the backward pass casts gradients to fp16. The smallest positive number of fp16 is 2^-24 (6e-8), and
 # a gradient below half of it (3e-8) becomes zero. Each of the 16,384 outputs has the gradient
 # 1e-4 / 16384 = 6e-9, which is below this limit.
 #
@@ -179,8 +178,8 @@ torch.testing.assert_close(kept, exact, rtol=2e-3, atol=0)  # 11 bits
 assert torch.tensor(1e-4 / 16384).bfloat16() > 0
 
 # %% [markdown]
-# **Notice it earlier.** `gradient_underflow` finds the smallest power of two, from 1 on, that as a loss scale
-# keeps 99.9 % of the gradient values in fp16. The model itself can run in fp32:
+# **Notice it earlier.** `gradient_underflow` finds the smallest loss scale, as a power of two from 1 on, at which
+# 99.9 % of the nonzero gradient values do not become zero in fp16. The model itself can run in fp32:
 
 # %%
 model, _ = make(nn.Linear(4, 64))
@@ -210,7 +209,7 @@ assert (report.outputs.lost(1.0), report.smallest_scale) == (1, 8)
 # `element 0 of tensors does not require grad and does not have a grad_fn`.
 #
 # **The smallest program that does it.** We run one pass without gradients and one pass with gradients,
-# in the same autocast block. The gradient was missing in older versions of PyTorch, and is right in this one:
+# in the same autocast block. In those versions the gradient was missing. In this one it is right:
 
 # %%
 model, _ = make()
@@ -223,14 +222,14 @@ assert torch.equal(model[0].weight.grad, x.expand(2, 2))  # right, in this versi
 
 # %% [markdown]
 # **Why.** By default, a pass under `torch.no_grad()` leaves cast copies of the weights in autocast's cache.
-# In older versions of PyTorch, these copies had no autograd history. A later pass in the same block used these copies, so the
-# weights got no gradient. torch 2.11 [has the fix](https://github.com/pytorch/pytorch/pull/165068).
+# Before [the fix](https://github.com/pytorch/pytorch/pull/165068), which torch 2.11 has, these copies had no autograd
+# history. A later pass in the same block used these copies, so the weights got no gradient.
 #
 # **The fix.** Close the autocast block after the evaluation and open another one for training, or update
 # PyTorch.
 
 # %% [markdown]
-# ## The scaler runs with bf16 or the dtype is not the one you meant
+# ## The scaler runs with bf16, or the dtype is not the one you meant
 #
 # `AMP0028` <!-- failure
 # symptoms = [
@@ -249,7 +248,7 @@ assert torch.equal(model[0].weight.grad, x.expand(2, 2))  # right, in this versi
 # **What you see.** The loss scale grows and grows, or a run that was meant to be bf16 overflows.
 #
 # **The smallest program that does it.** We use a scaler with bf16. By default, the scale grows after 2000
-# steps without overflow. Here it grows after each such step, so 150 steps are enough.
+# steps in a row without overflow. Here it grows after each step without overflow, so 150 steps are enough.
 
 
 # %%
@@ -276,9 +275,9 @@ assert max(pointless) > 2.0**120
 assert pointless[-1] < max(pointless)  # it skips steps, too
 
 # %% [markdown]
-# In fp16 the scale stays at 2^14 or 2^15. The largest gradient is 2: times 2^15 it is 65536, more than fp16 can
-# represent (65504). The scaler then skips the step and halves the scale. In bf16 the scale grows almost to the
-# largest number of fp32 before the scaler skips a step. <!-- tests/notebooks/test_08b_learning.py -->
+# In fp16 the scale alternates between 2^14 and 2^15. The largest gradient is 2: times 2^15 it is 65536, more than
+# fp16 can represent (65504). The scaler then skips the step and halves the scale. In bf16 the scale grows almost to
+# the largest number of fp32 before the scaler skips a step. <!-- tests/notebooks/test_08b_learning.py -->
 #
 # **Why.** A `GradScaler` is enabled by default. bf16 has nearly the range of fp32, so gradients rarely
 # overflow and the scale keeps growing.
@@ -397,9 +396,9 @@ print(broken)
 assert str(broken) == "[nan, -inf]"
 
 # %% [markdown]
-# **Why.** Adam keeps its moments in the dtype of the weights. In fp16, the square of a small gradient is 0, and
-# so is Adam's epsilon of 1e-8. Unless you set `fused=True`, Adam then divides by zero. A gradient of 0 gives
-# 0/0 = NaN, and a small gradient gives an infinite update. <!-- tests/notebooks/test_08a_values.py -->
+# **Why.** PyTorch's Adam keeps its moments in the dtype of the weights. In fp16, the square of a small gradient is 0,
+# and so is Adam's epsilon of 1e-8. By default, Adam then divides by zero. A gradient of 0 gives 0/0 = NaN, and a
+# small gradient gives an infinite update. <!-- tests/notebooks/test_08a_values.py -->
 #
 # **The fix.** Call `model.float()` instead of `model.half()` before you create the optimizer, and let autocast
 # cast the fp32 weights.
@@ -409,8 +408,8 @@ still, moved = first_step(torch.ones(2), [0.0, 1e-4])
 assert 0.998 < moved < still == 1
 
 # %% [markdown]
-# **Not this.** Do not set `eps=1e-4`. The NaN goes away, but weights with small gradients do not learn: their
-# updates are so small that fp16 rounds them away.
+# **Not this.** Do not set `eps=1e-4`. The NaN goes away, but fp16 rounds small updates away: with a gradient of 1e-6,
+# our weight of 1 does not change.
 
 # %%
 assert first_step(torch.ones(1).half(), [1e-6], eps=1e-4) == [1.0]  # nothing is learned
@@ -459,14 +458,13 @@ assert torch.tensor([998, 999]).to(torch.bfloat16).tolist() == [1000, 1000]
 
 # %% [markdown]
 # **Why.** bf16 counts in steps of 1 up to 256, of 2 up to 512, and of 4 up to 1024. fp16 counts in
-# steps of 1 up to 2048. Larger whole numbers are rounded, so neighbouring positions become the same.
+# steps of 1 up to 2048. Whole numbers between these steps are rounded, so neighbouring positions become the same.
 #
 # The cast can come from autocast, from the code itself (`dtype=x.dtype`), or from `model.bfloat16()`, which also
 # casts a buffer of frequencies (`inv_freq`).
 #
-# **The fix.** Create positions, indices, counters and frequencies in fp32, and compute the angles of RoPE
-# inside `torch.autocast(device_type, enabled=False)`. Cast the sines and cosines afterwards, not the
-# positions.
+# **The fix.** Create positions, counters and frequencies in fp32, and indices as integers. Compute the angles of
+# RoPE inside `torch.autocast(device_type, enabled=False)`. Cast the sines and cosines afterwards, not the positions.
 
 # %%
 with torch.autocast("cpu", dtype=torch.bfloat16), torch.autocast("cpu", enabled=False):
@@ -474,8 +472,8 @@ with torch.autocast("cpu", dtype=torch.bfloat16), torch.autocast("cpu", enabled=
 assert torch.arange(2048, 2051, dtype=torch.float16).tolist() == [2048, 2048, 2050]
 
 # %% [markdown]
-# **Not this.** Do not call `.float()` on positions or on `inv_freq` after they were rounded, because the
-# digits are lost; create them again in fp32.
+# **Not this.** Do not call `.float()` on positions or on `inv_freq` after they were rounded: the digits are
+# lost. Create them again in fp32.
 
 # %%
 rates = nn.Module()
@@ -512,8 +510,8 @@ print("sum in bf16:", total_of(torch.tensor(0.0, dtype=torch.bfloat16)))
 assert total_of(torch.tensor(0.0, dtype=torch.bfloat16)) == 1024
 
 # %% [markdown]
-# **Why.** From 1024 to 2048, bf16 numbers are 8 apart, so adding a loss of 2.5 to a sum of 1024 changes nothing. If you
-# log the increase of the sum, the log shows 0.
+# **Why.** From 1024 to 2048, bf16 numbers are 8 apart, so adding a loss of 2.5 to a sum of 1024 changes nothing. If
+# you log the increase of the sum, the log shows 0.
 #
 # **The fix.** Add up losses and metrics in fp32: start with `torch.zeros((), dtype=torch.float32)`, or add
 # `loss.item()` to a Python number.
@@ -546,9 +544,9 @@ assert total_of(torch.zeros((), dtype=torch.float32)) == 2500
 # **What you see.** PyTorch refuses many operations on the weights. Or the model runs, but its results are
 # bad.
 #
-# **The smallest program that does it.** We cast small weights to FP8 without a scale. The cell prints the errors
-# of five calls: FP8 plus FP8, FP8 plus fp32, and a linear layer without bias, with an fp32 bias and with an FP8
-# bias. Then it prints how many weights became zero.
+# **The smallest program that does it.** We cast small weights to FP8 without a scale. The cell prints five
+# errors: two of an addition (FP8 plus FP8, FP8 plus fp32) and three of a linear layer (no bias, an fp32 bias, an
+# FP8 bias). Then it prints the share of the weights that became zero.
 
 # %%
 torch.manual_seed(0)
@@ -562,15 +560,16 @@ print(f"zeros: {(stored.float() == 0).float().mean():.0%}")
 assert 0.1 < (stored.float() == 0).float().mean() < 0.2
 
 # %% [markdown]
-# **Why.** FP8 is a format for storage and for special matmuls. PyTorch has few other operations for FP8: for
-# example, no addition. It also does not promote FP8 to other dtypes.
+# **Why.** FP8 is a format for storage and for special matmuls. Many other operations, such as addition,
+# are missing. PyTorch also does not promote FP8 to other dtypes.
 # <!-- tests/notebooks/test_08b_learning.py -->
 #
-# The positive numbers of the E4M3 format range from 0.002 to 448. So without a scale, small weights become zero.
+# The positive numbers of `torch.float8_e4m3fn` range from 0.002 to 448. So without a scale, small weights become
+# zero.
 #
 # **The fix.** Use a library that stores a scale with each FP8 weight, such as
 # [torchao](https://github.com/pytorch/ao/blob/main/torchao/quantization/quantize_/workflows/float8/float8_tensor.py).
-# To scale by hand, compute a `factor`, which is `weight.abs().max() / 448`. Divide the weight by the factor
+# To scale by hand, compute a `factor` of `weight.abs().max() / 448`. Divide the weight by the factor
 # before you cast it to FP8. Before the matmul, cast the weight back to the dtype of the input and multiply it by
 # the factor.
 

@@ -9,7 +9,7 @@
 # %% [markdown]
 # # Repair errors of the GradScaler
 #
-# **What you'll do.** Look up one failure: its message or symptom, the smallest program that shows it,
+# **What you'll do.** Look up one failure: its message or symptom, a small program that shows it,
 # why it happens, and the fix.
 #
 # **What you'll learn.** You will be able to repair these failures:
@@ -89,9 +89,9 @@ assert "Attempting to unscale FP16 gradients." in message
 # zero. <!-- tests/notebooks/test_08c_scaler.py -->
 #
 # Two causes are easy to miss:
-# - Transformers 5 loads a checkpoint in the dtype that its config
+# - By default, Transformers 5 loads a checkpoint in the dtype that its config
 #   names. <!-- tests/notebooks/test_08c_scaler.py -->
-# - In PEFT, a layer in `modules_to_save` is trained in the dtype of the base
+# - By default, PEFT trains a layer in `modules_to_save` in the dtype of the base
 #   model. <!-- tests/notebooks/test_08c_scaler.py -->
 #
 # These two cases raise no error, but [the weights may soon stop
@@ -176,8 +176,8 @@ assert "unscale_() has already been called on this optimizer since the last upda
 
 # %% [markdown]
 # **Why.** `unscale_` divides the gradients in place, so it may run only once for an optimizer until
-# `scaler.update()` is called. Often the loop clips after every batch of an accumulation, or leaves out
-# `update()` when it skips a step. <!-- tests/notebooks/test_08c_scaler.py -->
+# `scaler.update()` is called. Two causes: the loop clips after every batch of an accumulation, or it leaves
+# out `update()` when it skips a step. <!-- tests/notebooks/test_08c_scaler.py -->
 #
 # **The fix.** Call `unscale_` and clip only once, after the last batch of the accumulation. Then step and
 # call `scaler.update()`. If you skip the step, still call `scaler.update()`. With Accelerate, [clip only `if
@@ -254,7 +254,7 @@ assert "No inf checks were recorded for this optimizer." in message
 # <!-- tests/notebooks/test_08c_scaler.py -->
 #
 # **The fix.** If the parameters should not be trained in this step, call `scaler.step` only for the other
-# optimizers. If you step no optimizer, leave out `scaler.update()` too. If the parameters should be trained,
+# optimizers. If no optimizer has gradients, leave out `scaler.update()` too. If the parameters should be trained,
 # remove the cause: unfreeze them, leave out `no_grad`, or build the optimizer from the parameters of the
 # model that computes the loss. Do not convert the loss to a number: combine losses with `+` or `torch.stack`.
 
@@ -340,10 +340,10 @@ assert len(set(messages.values())) == 7
 # and you cannot pickle it between `step` and `update`. It also refuses `unscale_`, `step` and `update`
 # before it has scaled a loss, and `update()` without an argument before it has checked any gradients.
 #
-# **The fix.** For [every optimizer step](https://docs.pytorch.org/docs/stable/notes/amp_examples.html),
-# first call `scaler.scale(loss).backward()`, for each batch if you accumulate. If you clip, call
-# `scaler.unscale_(optimizer)` next. Then call `scaler.step(optimizer)` for each optimizer, and at the end
-# `scaler.update()` once. With a library, do not call the scaler yourself. Replace `loss.backward()` by
+# **The fix.** For [every optimizer step](https://docs.pytorch.org/docs/stable/notes/amp_examples.html), first call
+# `scaler.scale(loss).backward()`, for each batch if you accumulate. If you clip, call `scaler.unscale_(optimizer)`
+# next. Then call `scaler.step(optimizer)` for each optimizer, and at the end `scaler.update()` once. With a library
+# such as Accelerate or Lightning, do not call the scaler yourself. Replace `loss.backward()` by
 # `accelerator.backward(loss)`, `fabric.backward(loss)`, or in Lightning `self.manual_backward(loss)`.
 # <!-- tests/notebooks/test_08c_scaler.py -->
 #
@@ -371,7 +371,7 @@ _ = pickle.dumps(call("step", "update"))
 # words = "bypass twice 65536 explodes optimizer.step after scaler.update if else duplicate own hand-written"
 # -->
 #
-# **What you see.** With SGD the loss is huge or NaN after one step. With Adam the run may look normal until
+# **What you see.** With SGD the loss can be huge or NaN after one step. With Adam the run may look normal until
 # the weights become NaN.
 #
 # **The smallest program that does it.** The loss is scaled, but the loop still calls
@@ -396,10 +396,10 @@ assert weight_after_step(torch.optim.SGD, by_scaler=False) < -6000
 assert math.isnan(weight_after_step(torch.optim.Adam, by_scaler=False, gradient=math.inf))
 
 # %% [markdown]
-# **Why.** After `scaler.scale(loss).backward()` the gradients are multiplied by the scale, which starts at
-# 65536. `scaler.step(optimizer)` divides the gradients by the scale and skips the step if one is infinite or
-# NaN. Adam hides the factor, because it divides each gradient by its usual size. But an infinite gradient makes
-# the weights NaN.
+# **Why.** After `scaler.scale(loss).backward()` the gradients are multiplied by the scale, which by default starts at
+# 65536. `scaler.step(optimizer)` divides the gradients by the scale and skips the step if one is infinite or NaN.
+# Adam hides the factor, because it divides each gradient by its usual size. But an infinite gradient makes its weight
+# NaN.
 #
 # **The fix.** Replace every `optimizer.step()` by `scaler.step(optimizer)`, and call `scaler.update()` after
 # it. Do not [call both](https://github.com/IAHispano/Applio/pull/860): the weights would be updated twice. If
