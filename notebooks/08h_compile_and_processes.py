@@ -86,8 +86,8 @@ print(f"gradient: eager {eager:.3f}, compiled {compiled:.3f}")
 assert (eager, compiled) == (torch.tensor(1.001).item(), 1.0)
 
 # %% [markdown]
-# **Why.** `torch.compile` plans the backward pass together with the forward pass. It [assumes that the
-# autocast around the call is also on in
+# **Why.** By default, `torch.compile` plans the backward pass together with the forward pass. It [assumes
+# that the autocast around the call is also on in
 # `backward()`](https://docs.pytorch.org/docs/stable/torch.compiler_backward.html), so the gradients of
 # a matmul in a region with `autocast(enabled=False)` are computed in 16 bits.
 #
@@ -130,7 +130,7 @@ with torch._functorch.config.patch(backward_pass_autocast="off"):
 #
 # **What you see.** With `fullgraph=True`, the compiled function raises
 # `Attempted to inline function marked as skipped` and names a method of `GradScaler`. Without
-# `fullgraph=True` the graph breaks there, by default without a message.
+# `fullgraph=True`, by default the graph breaks there without a message.
 #
 # **The smallest program that does it.** We compile a function that scales the loss.
 
@@ -173,7 +173,7 @@ assert scaler.scale(loss_of(x)) == 3 * scaler.get_scale()
 # words = "mkldnn oneDNN AVX512 avx512_bf16 recurrent ocr"
 # -->
 #
-# **What you see.** On some CPUs, `nn.LSTM` with an fp32 input under `torch.autocast("cpu")` raises
+# **What you see.** On some CPUs, `nn.LSTM` on an fp32 tensor under `torch.autocast("cpu")` raises
 # `could not create a primitive descriptor for the LSTM forward propagation primitive`.
 # `nn.GRU` and `nn.RNN` do not fail. <!-- tests/core/test_cpu.py -->
 #
@@ -193,7 +193,7 @@ for dtype in (torch.bfloat16, torch.float16):
     assert outcome in ("runs", message)
 
 # %% [markdown]
-# **Why.** For an LSTM with an fp32 input and without `proj_size`, a torch that uses the library oneDNN chooses
+# **Why.** For an LSTM on an fp32 tensor and without `proj_size`, a torch that uses the library oneDNN chooses
 # its kernel. Then autocast casts the tensors to 16 bits, but oneDNN may have no 16-bit LSTM for your CPU.
 # <!-- tests/core/test_cpu.py -->
 #
@@ -208,7 +208,8 @@ for dtype in (torch.bfloat16, torch.float16):
 
 # %% [markdown]
 # **Notice it earlier.** `amp-lab doctor --device cpu` reports whether an LSTM fails on your CPU.
-# `amp-lab xray --device cpu` names the layers of your model that will fail. <!-- tests/core/test_cpu.py -->
+# `amp-lab xray --device cpu`, with your `--dtype`, names the layers of your model that will fail.
+# <!-- tests/core/test_cpu.py -->
 
 # %% [markdown]
 # ## TF32 is set in the old and in the new way
@@ -253,9 +254,9 @@ print(*messages, sep="\n")
 assert all("mix of the legacy and new APIs" in message for message in messages)
 
 # %% [markdown]
-# **Why.** PyTorch has an old name (`allow_tf32`) and a new name (`fp32_precision`) for each [TF32
-# switch](19_choose_your_precision.ipynb#What-fp32-means). Setting the new name does not change the old
-# one. If the two names contradict each other, reading the old name raises an error.
+# **Why.** PyTorch has old names (`allow_tf32`) and new names (`fp32_precision`) for its [TF32
+# switches](19_choose_your_precision.ipynb#What-fp32-means). Setting a new name does not change the old one.
+# If the two contradict each other, reading the old name raises an error.
 #
 # **The fix.** Set TF32 for matmuls with `torch.set_float32_matmul_precision`, which changes the old and the new
 # name, and for convolutions with `torch.backends.cudnn.allow_tf32`. Do not set `fp32_precision` while any library
@@ -326,8 +327,8 @@ print(message_of(lambda: torch.amp.custom_fwd(make)))
 # <!-- tests/notebooks/test_08h_compile_and_processes.py -->
 #
 # **The fix.** Write `torch.autocast("cuda", dtype=torch.float16)`, `torch.amp.GradScaler("cuda")` and
-# `@torch.amp.custom_fwd(device_type="cuda")`. `amp-lab migrate` rewrites the old names. If the warning
-# comes from a library, update the library. <!-- tests/migrate/test_torch_amp.py -->
+# `@torch.amp.custom_fwd(device_type="cuda")`. `amp-lab migrate` rewrites the old names, or reports their
+# lines. If the warning comes from a library, update the library. <!-- tests/migrate/test_torch_amp.py -->
 
 # %%
 assert warnings_of(lambda: torch.autocast("cuda", dtype=torch.float16, enabled=False)) == ""
@@ -335,7 +336,7 @@ assert warnings_of(lambda: torch.amp.GradScaler("cuda", enabled=False)) == ""
 assert warnings_of(lambda: torch.amp.custom_fwd(make, device_type="cuda")) == ""
 
 # %% [markdown]
-# Always pass `dtype`, because [the new class has another
+# Always pass `dtype`, because [the new autocast has another
 # default](13_from_apex.ipynb#From-torch.cuda.amp-to-torch.amp).
 
 # %% [markdown]
@@ -356,7 +357,7 @@ assert warnings_of(lambda: torch.amp.custom_fwd(make, device_type="cuda")) == ""
 # words = "find_unused_parameters static_graph unused reducer DistributedDataParallel branch"
 # -->
 #
-# **What you see.** The second step of a DDP model raises
+# **What you see.** A later step of a DDP model raises
 # `Expected to have finished reduction in the prior iteration before starting a new one.`
 # With `static_graph=True` the message may be `Your training graph has changed in this iteration`.
 #
@@ -397,12 +398,12 @@ assert "Expected to have finished reduction in the prior iteration" in unused
 
 # %% [markdown]
 # **Why.** DDP averages a group of gradients [when all of them are
-# ready](https://docs.pytorch.org/docs/stable/notes/ddp.html). By default, if a parameter gets no gradient,
-# its group is never ready, so the next step raises this error.
+# ready](https://docs.pytorch.org/docs/stable/notes/ddp.html). By default, if a trained parameter gets no
+# gradient in `backward`, its group is never ready, so the next step raises this error.
 #
 # **The fix.** Remove the layers that the loss does not use, or freeze them with `requires_grad_(False)`
 # before you create the DDP model. If the unused layers change from step to step, pass
-# `find_unused_parameters=True`, which searches the graph in each step.
+# `find_unused_parameters=True`, which searches the graph for them.
 
 # %%
 with group_of_one():
