@@ -69,8 +69,8 @@ assert [row.dtype for row in result.rows] == [torch.float16, torch.float32, torc
 #
 # **See each op.** PyTorch's
 # [dispatcher](https://docs.pytorch.org/devlogs/dispatcher/2026-04-16-how-does-the-dispatcher-work/) sends
-# an op through autocast and autograd to a kernel. A `TorchDispatchMode` sees each op right before its
-# kernel. Autocast has inserted its casts before, so the mode sees them as ops named `_to_copy`.
+# an op through autocast and autograd to a kernel. Here, a `TorchDispatchMode` sees each op right before its
+# kernel. Autocast has inserted its casts before, so here the mode sees them as ops named `_to_copy`.
 # <!-- tests/notebooks/test_09_xray_your_model.py -->
 
 # %%
@@ -169,7 +169,7 @@ assert tracer.rows == trace_on("cpu", net, images.shape)
 # %% [markdown]
 # ## The tool
 #
-# `amp_lab.xray` traces real models in the same way: <!-- tests/tracing/test_xray.py -->
+# By default, `amp_lab.xray` traces on fake tensors too: <!-- tests/tracing/test_xray.py -->
 
 # %%
 xray(net, images, device_type="cuda")
@@ -255,7 +255,7 @@ _ = figures.dtypes_by_model(grid)
 # The figure has a panel for each model, a column for each backend and a row for each kind of op. Dark
 # fields are fp32. Compare three ops:
 #
-# - **`batch_norm`** is fp32 on MPS, and so are the ops between the norm and the next convolution.
+# - **`batch_norm`** and the `relu_` after it are fp32 on MPS.
 # - **`lstm`** is fp32 on MPS.
 # - **`_log_softmax`** in the loss is fp16 on CUDA and MPS, and fp32 on the CPU. The [next
 #   section](#The-surprise-in-cross-entropy) explains why.
@@ -379,9 +379,10 @@ assert amp_lab_command(command.split()) == 0
 # Two runs of one model give different numbers. Is this rounding, or a mistake? The outputs alone do not
 # show this, because the error of an output includes the errors of all ops before it.
 #
-# In eager mode, `first_difference` repeats each op in fp64 on the same inputs. The difference between the run's result and
-# the fp64 result is the error that the op *adds*. `first_difference` predicts how large this error is if it
-# is only rounding, and reports the first op that adds more or computes another function. <!-- tests/difference/test_first_difference.py -->
+# In eager mode, `first_difference` repeats the ops in fp64 on the same inputs. The difference between the
+# run's result and the fp64 result is the error that the op *adds*. `first_difference` predicts how large this
+# error is if it is only rounding, and reports the first op that adds more or computes another function.
+# <!-- tests/difference/test_first_difference.py -->
 #
 # We compare a small GPT in fp32 with itself under autocast, and then with a copy that has a mistake:
 # another epsilon in one norm.
@@ -421,7 +422,7 @@ planted
 #
 # - Autocast decides by the op, the dtypes and the type of the device. So fake tensors show its decisions
 #   for a device that you do not have.
-# - On MPS, `batch_norm` stays in fp32, and so does an LSTM layer with an fp32 input.
+# - On MPS, `batch_norm` runs in fp32, and so does an LSTM layer with an fp32 input.
 # - Under autocast on CUDA, XPU and MPS, `F.cross_entropy` of class indices on fp16 logits rounds its
 #   `log_softmax` to fp16 and still returns fp32. Give it `logits.float()`.
 # - In our forecast, AMP makes the activations smaller, but not weights, gradients and optimizer state.
@@ -453,7 +454,7 @@ exercises.check_number_of_casts(number_of_casts)
 # <details><summary>Hint</summary>
 #
 # For each layer, write down the dtype in which it computes. Then count the inputs that have another dtype.
-# Weights and biases are inputs too. On CUDA, a layer norm computes in fp32.
+# Weights and biases are inputs too. On CUDA, autocast runs a layer norm in fp32.
 #
 # </details>
 #

@@ -10,17 +10,17 @@
 # # Climb from FP32 towards the limit of your hardware
 #
 # **What you'll do.** Take the training step of [notebook 04](04_fp32_vs_amp.ipynb) and make it faster,
-# one change at a time. We call each change a *rung*. First you compute a limit: the shortest time that the
-# step can take on your device. Then you time each rung and compare its time with this limit.
+# one change at a time. We call each change a *rung*. First you compute a limit: the time that the step's
+# matmuls take at your device's peak rate. Then you time each rung and compare its time with this limit.
 #
 # **What you'll learn.**
-# - how to compute the limit, the shortest possible time of a step, from its FLOPs;
+# - how to compute the limit of a step from its FLOPs;
 # - what each rung changes: precision, memory format, optimizer or compiler;
 # - why a step takes longer than its limit;
 # - when AMP makes a step slower, and from which size on AMP makes a step faster.
 #
-# **What you need.** [Notebook 04](04_fp32_vs_amp.ipynb) for the training step and for how to measure. On
-# a CPU, `torch.compile` needs a C++ compiler. <!-- tests/core/test_requirements.py -->
+# **What you need.** [Notebook 04](04_fp32_vs_amp.ipynb) for the training step and for how to measure. On a
+# CPU, `torch.compile` needs a C++ compiler by default. <!-- tests/core/test_requirements.py -->
 
 # %% tags=["nbval-ignore-output"]
 from functools import partial
@@ -65,8 +65,8 @@ for name, operations, numbers in (
 # The plain step runs in FP32. The rungs use the 16-bit precision that `amp-lab doctor` recommends for
 # this device, or bf16 if it recommends none. <!-- tests/core/test_device.py -->
 #
-# We also call `keep_memory()`, which is meant for Linux CPUs. Without this call, glibc returns the memory of
-# large freed tensors [to the operating system](https://man7.org/linux/man-pages/man3/mallopt.3.html), and
+# We also call `keep_memory()`, which is meant for Linux CPUs. Without this call, glibc by default returns the
+# memory of large freed tensors [to the operating system](https://man7.org/linux/man-pages/man3/mallopt.3.html), and
 # getting it back costs time. <!-- tests/core/test_allocator.py -->
 
 # %% tags=["nbval-ignore-output"]
@@ -313,8 +313,8 @@ for name, step in steps.items():
 assert moved_bytes["AMP"] < moved_bytes["plain"]
 
 # %% [markdown]
-# Here, autocast makes the activations and their gradients half as large, so AMP moves about half the
-# bytes.
+# On the CPU of this run, autocast makes the activations and their gradients half as large, so AMP moves about
+# half the bytes.
 #
 # The **[roofline](https://doi.org/10.1145/1498765.1498785)** shows the peak rates of computing and of moving
 # data in one figure. The horizontal axis is the number of FLOPs for each byte moved. The vertical axis is
@@ -345,8 +345,8 @@ _ = figures.roofline(roofs, limits.memory_bytes_per_s, points)
 # - **No matmuls.** Autocast runs only [some
 #   ops](https://docs.pytorch.org/docs/stable/amp.html#autocast-op-reference) in the low precision, mainly
 #   matmuls and convolutions. An FP32 model without any of these ops stays in FP32.
-# - **Many small ops.** Under autocast, most matmuls also need casts. In a small matmul, the casts can
-#   take longer than AMP saves.
+# - **Many small ops.** Under autocast, the fp32 inputs of a matmul need casts. In a small matmul, these casts
+#   can take longer than AMP saves.
 # - **A precision that the device emulates**, such as fp16 on [some CPUs](../docs/hardware.md).
 #
 # We measure the second case with fifty layers of 32 x 32. Will AMP be faster or slower?
@@ -401,12 +401,11 @@ _ = figures.speedup_over_size(config["sizes"], {str(low): by_size})
 
 # %% [markdown]
 # On the CPU of this run, AMP gains more with a larger picture. AMP pays from the smallest size for which
-# this holds: its whole interval and those of all larger sizes lie above 1.
+# this holds: its whole interval and those of all larger sizes measured lie above 1.
 #
 # ## Summary
 #
-# - Count first. The limit, the shortest time of a step, is the FLOPs of its matmuls divided by the
-#   measured peak rate.
+# - Count first. The limit of a step is the FLOPs of its matmuls divided by the measured peak rate.
 # - A 16-bit precision makes large matmuls faster on hardware that accelerates it.
 # - Channels last, a fused optimizer, not reading the loss and `torch.compile` take a line or two each.
 #   Time them on your device.
