@@ -17,7 +17,7 @@
 # - why the losses agree with those of one process, and how closely;
 # - which precision choices are new: the dtypes in which weights and gradients are sent;
 # - how all processes agree on the loss scale, and when they do not;
-# - (optional) how to save on four processes and resume on two.
+# - (optional) how to save and resume a sharded model.
 #
 # **What you need.** [Notebook 02](02_autocast_dtypes.ipynb) for autocast and [notebook
 # 03](03_grad_scaler_step_by_step.ipynb) for the scaler. You need no GPU. On a CPU the processes share its
@@ -73,9 +73,9 @@ assert 1e-3 < off[torch.bfloat16, 2] < off[torch.bfloat16, 64]
 
 # %% [markdown]
 # Here, in fp32, the average over equal parts equals the gradient of the whole batch up to rounding,
-# because only the order of the sum differs. In bf16, each addition rounds again, so the error grows with
-# the number of ranks. With several devices, you therefore choose one more dtype: the one in which the
-# gradients are sent and added up.
+# because only the order of the sum differs. In bf16, each addition here rounds again, so the error is larger
+# with 64 ranks than with 2. With several devices, you therefore also choose the dtype in which the gradients
+# are sent and added up.
 #
 # ## One process
 #
@@ -97,7 +97,7 @@ parameters = sum(p.numel() for p in new_model(config).parameters())
 
 # %% [markdown]
 # This is the plain loop. It trains for one epoch, in fp32 or with bf16 autocast. It returns the loss of
-# every step, and the bytes of weights, gradients and optimizer state at the end.
+# every step, and the bytes of weights, gradients and AdamW's averages at the end.
 
 
 # %%
@@ -130,10 +130,10 @@ for name, dtype in PRECISIONS.items():
 # ## Divide the batch
 #
 # With n processes, each rank takes an n-th of every batch, and the ranks average their gradients.
-# `DistributedSampler` decides which samples a rank gets. In the first epoch, it draws the same permutation as
-# `RandomSampler` does from the same seed. Rank r starts at sample r of this permutation and takes every n-th sample. So in
-# each step, the ranks together get the batch of a single process. Before each further epoch, call
-# `sampler.set_epoch(epoch)`, or the permutation stays the same. <!-- tests/notebooks/test_11_scale_out.py -->
+# `DistributedSampler` decides which samples a rank gets. Here, it draws in the first epoch the same
+# permutation as `RandomSampler` does from the same seed. Rank r starts at sample r of this permutation and
+# takes every n-th sample. So in each step, the ranks together get the batch of a single process. Before each
+# further epoch, call `sampler.set_epoch(epoch)`, or the permutation stays the same. <!-- tests/notebooks/test_11_scale_out.py -->
 #
 # [`torchrun`](https://docs.pytorch.org/docs/stable/elastic/run.html) starts n copies of one script. Each
 # copy first joins the *process group*.
@@ -210,15 +210,15 @@ def train_ddp(config, data, dtype, device, sums_in=torch.float32):
 # You choose the precision with a
 # [`MixedPrecisionPolicy`](https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html):
 #
-# - `param_dtype`: FSDP2 casts the weights to this dtype *before* it sends them, and the layers compute in
-#   this dtype. The shards stay fp32.
+# - `param_dtype`: FSDP2 casts the weights to this dtype *before* it sends them, and by default the layers
+#   compute in this dtype. The shards keep their dtype, here fp32.
 # - `reduce_dtype`: FSDP2 sends and sums the gradients in this dtype.
 # - `output_dtype`: FSDP2 [casts the module's
 #   output](https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html) to this dtype. Set it to
 #   fp32 in the policy of the outermost module, so that the loss is computed in fp32.
 #
-# Autocast chooses a dtype for each *op*. The policy chooses a dtype for each *module*, so in bf16 the
-# norms run in bf16 too. <!-- tests/tracing/test_sharding.py -->
+# Autocast chooses a dtype for each *op*. The policy chooses a dtype for each wrapped *module*, so in bf16 the
+# norms here run in bf16 too. <!-- tests/tracing/test_sharding.py -->
 
 
 # %%
@@ -309,7 +309,7 @@ for n in counts[1:]:
 # %% [markdown]
 # All set-ups have nearly the same losses as one process. In fp32 they are far closer than in bf16. **If
 # you keep the global batch (of all ranks), you can keep the learning rate.** A model with plain batch norm
-# has other losses, because each rank normalises over only its part of the batch.
+# has other training losses, because each rank normalises over only its part of the batch.
 # <!-- tests/notebooks/test_11_scale_out.py -->
 #
 # ## What does each rank send and hold?
@@ -337,8 +337,8 @@ _ = figures.sent_bytes(bars, most)
 # - FSDP2 with **`param_dtype=bf16`** sends about as much as DDP, because it gathers half the bytes.
 # - With **`reduce_dtype=bf16`**, FSDP2 sends less again, because the bytes of the gradients halve.
 #
-# [The first cell](#The-idea-in-five-lines) showed that sums in bf16 lose more precision with more ranks.
-# So send weights in bf16, and sum gradients in fp32.
+# [The first cell](#The-idea-in-five-lines) showed that a sum in bf16 lost more precision with more ranks. So
+# send weights in bf16, and sum gradients in fp32.
 
 # %%
 sent = {name: sum(size for *_, size in parts) for name, parts in bars.items()}
@@ -355,7 +355,7 @@ assert fsdp_bytes == 16 / most
 
 # %% [markdown]
 # With DDP, every rank holds the weights, the gradients and AdamW's two averages of the whole model, in
-# fp32. With FSDP2, a rank holds an n-th of these bytes.
+# fp32. With FSDP2, a rank holds an n-th of these bytes between two steps.
 #
 # ## One decision about the loss scale
 #
@@ -388,14 +388,14 @@ assert decided[0]["DDP", "gradient"][1] == []
 
 # %% [markdown]
 # Rank 0 fails to skip in one case only: DDP, with infinities that we put into a gradient after the average.
-# With DDP, an infinity in the batch of one rank reaches all ranks through the average, so the scalers
-# agree. With FSDP2, each rank has a different shard of the gradients. So `unscale_` tells all ranks whether
-# any gradient has overflowed.
+# With DDP, the overflow from one rank's batch reaches all ranks through the average, so the scalers agree.
+# With FSDP2, each rank has a different shard of the gradients. So there, `unscale_` tells all ranks
+# whether any gradient has overflowed.
 #
-# So here, a plain `GradScaler` is enough for both engines.
+# So for an overflow from a batch, a plain `GradScaler` is enough with both engines.
 #
 # If you average gradients yourself, **average them before the scaler checks them**. Otherwise the rank
-# with the overflow skips, and the other ranks step with an infinite average.
+# with the overflow skips, and the other ranks step with a non-finite average.
 # <!-- tests/notebooks/test_exercises.py -->
 #
 # ## On your own hardware
@@ -409,8 +409,8 @@ assert decided[0]["DDP", "gradient"][1] == []
 # You can load a sharded checkpoint in a different number of processes.
 # By default,
 # [`torch.distributed.checkpoint`](https://docs.pytorch.org/docs/stable/distributed.checkpoint.html)
-# writes a folder with a file from each rank. Each rank reads only what its new shards need:
-# `get_state_dict` returns the tensors of this rank, and `dcp.load` fills them in place. <!-- tests/notebooks/test_11_scale_out.py -->
+# writes a folder with a file from each rank. `get_state_dict` returns the tensors of this rank, and
+# `dcp.load` fills them in place. <!-- tests/notebooks/test_11_scale_out.py -->
 
 
 # %%
@@ -469,13 +469,12 @@ assert abs(before - found[False]) > 0.1  # it had a different model before
 #
 # ## Summary
 #
-# - With the same global batch and no batch norm or dropout, DDP and FSDP2 train like one process, up to
-#   rounding.
-# - Communication has its own dtype. DDP sends the gradients of fp32 weights in fp32, with or without
-#   autocast, unless a communication hook casts them. FSDP2 gathers weights in `param_dtype` and sums
+# - With the same global batch, DDP and FSDP2 trained our model like one process, up to rounding.
+# - Communication has its own dtype. By default, DDP sends the gradients of fp32 weights in fp32, with or
+#   without autocast. A communication hook can cast them. FSDP2 gathers weights in `param_dtype` and sums
 #   gradients in `reduce_dtype`.
 # - FSDP2 divides weights, gradients and optimizer state among the ranks.
-# - A sum of gradients in bf16 loses more precision with more ranks, so reduce in fp32.
+# - In the first cell, a sum of gradients in bf16 lost more precision with more ranks. So reduce in fp32.
 # - The scalers of all ranks must decide alike. If you average gradients yourself, average them before
 #   `unscale_`.
 # - A checkpoint of `torch.distributed.checkpoint` can be loaded by a different number of ranks.
@@ -617,8 +616,8 @@ exercises.check_loss_of_all(loss_of_all)
 #     return sum(sums) / sum(samples)
 # ```
 #
-# Training with DDP has the same problem if the ranks have batches of different sizes, because DDP [takes
-# the mean](https://docs.pytorch.org/docs/stable/notes/ddp.html) of all ranks' gradients.
+# Training with DDP and a mean loss has the same problem if the ranks have batches of different sizes, because
+# DDP [takes the mean](https://docs.pytorch.org/docs/stable/notes/ddp.html) of all ranks' gradients.
 #
 # </details>
 #
