@@ -14,7 +14,7 @@
 #
 # **What you'll learn.**
 # - the few lines that turn a training loop into an AMP loop, and what each line is for;
-# - how much time and memory AMP saves on *this* machine;
+# - how much time, and how much memory of activations, AMP saves on *this* machine;
 # - which notebook answers your question.
 #
 # **What you need.** Basic PyTorch: a model, a loss, an optimizer. You need no GPU, and the notebook

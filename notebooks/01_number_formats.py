@@ -192,8 +192,8 @@ assert ((inf * 0) + 1).isnan()
 # Infinity minus infinity and infinity times zero are NaN (*not a number*), but 1 divided by infinity is 0.
 #
 # Of the two fp8 formats, E5M2 has infinities and E4M3 [has none](https://arxiv.org/abs/2209.05433). In
-# E4M3, a number that is too large becomes 448 or NaN, [depending on the version of
-# PyTorch](https://github.com/pytorch/pytorch/pull/178817).
+# E4M3, a number that is too large becomes 448 or, [in older versions of
+# PyTorch](https://github.com/pytorch/pytorch/pull/178817), NaN.
 # <!-- tests/notebooks/test_01_number_formats.py -->
 #
 # ## Underflow

@@ -85,8 +85,8 @@ for dtype in (fp16, bf16):
 # | 9. Try larger batches | right for memory | AMP makes activations smaller ([09](09_xray_your_model.ipynb)); measure whether it is faster ([10](10_speed_ladder.ipynb)) |
 # | 10. Profile before and after | right | see [below](#Profile-before-and-after) |
 #
-# The profile below uses fp16 if `amp-lab doctor` recommends it for your device, and bf16 otherwise:
-# <!-- tests/core/test_device.py --> <!-- tests/cli/test_cli.py -->
+# The profile below uses fp16 if `describe_device` recommends it for your device, and bf16 otherwise:
+# <!-- tests/core/test_device.py -->
 
 # %% tags=["nbval-ignore-output"]
 report = describe_device(device)
