@@ -20,14 +20,14 @@
 # - what replaces the names of TensorFlow 2.x.
 #
 # **What you need.** [Notebook 02](02_autocast_dtypes.ipynb) for autocast, and [notebook
-# 03](03_grad_scaler_step_by_step.ipynb) for the scaler. `pdm run sync --with tensorflow` installs
-# TensorFlow for the CPU. Without TensorFlow, this notebook runs only on torch.
+# 03](03_grad_scaler_step_by_step.ipynb) for the scaler. To install TensorFlow for the CPU, up to Python 3.13, run
+# `pdm run sync --with tensorflow`. Without TensorFlow, this notebook runs only on torch.
 # <!-- tests/course/test_processes.py, tests/tools/test_sync.py -->
 
 # %% [markdown]
 # You can select the Keras backend with an environment variable [before you import
-# Keras](https://keras.io/getting_started/#configuring-your-backend). We select torch. A process can use
-# only one backend, so later we start a second process for TensorFlow.
+# Keras](https://keras.io/getting_started/#configuring-your-backend). Here the default is torch. Later we start a
+# process for each backend.
 
 # %% tags=["nbval-ignore-output"]
 import os
@@ -78,8 +78,8 @@ assert (dense.kernel.dtype, dtype_of(result)) == ("float32", "float16")
 #
 # ## A policy names two dtypes
 #
-# A `DTypePolicy` names the dtype in which a layer computes and the dtype of its variables, such as
-# the weights. The two dtypes differ only in the mixed policies:
+# A `DTypePolicy` names the dtype in which a layer computes and the dtype of its variables, such as the weights.
+# Of the five policies below, only the mixed ones name two different dtypes:
 
 # %%
 POLICIES = ("float32", "mixed_bfloat16", "mixed_float16", "bfloat16", "float16")
@@ -92,8 +92,8 @@ for name in POLICIES:
 # The last two policies keep the weights in 16 bits, so small updates can be lost ([notebook
 # 01](01_number_formats.ipynb)).
 #
-# `set_dtype_policy` sets the policy of the layers that you create afterwards. `dtype=` sets the policy
-# of one layer:
+# `set_dtype_policy` sets the default policy of the layers that you create afterwards. `dtype=` sets the policy of
+# one layer:
 
 # %%
 x = torch.rand(4, 8, generator=torch.Generator().manual_seed(0)).numpy()
@@ -115,12 +115,13 @@ assert layers.Dense(3).compute_dtype == "float16"
 # ## Layers, not ops
 #
 # Autocast chooses a dtype for each op. [On
-# CUDA](https://docs.pytorch.org/docs/stable/amp.html#cuda-op-specific-behavior) it runs a matrix
+# CUDA](https://docs.pytorch.org/docs/stable/amp.html#cuda-op-specific-behavior), by default, it runs a matrix
 # multiplication in float16 and a sum in float32. A policy applies to a whole layer.
 #
-# So under `mixed_float16`, a layer that you write computes in float16 by default.
-# Keras's batch normalization casts its input to float32 before it squares. We compare it with a layer of our
-# own:
+# So under `mixed_float16`, a layer that you write computes in float16 by default. Keras's batch normalization
+# [casts its input to
+# float32](https://github.com/keras-team/keras/blob/master/keras/src/layers/normalization/batch_normalization.py)
+# before it squares. We compare it with a layer of our own:
 
 
 # %%
@@ -147,9 +148,9 @@ assert ops.all(ops.isfinite(Energy(dtype="float32")(far)))
 #
 # ## Keep the last layer in float32
 #
-# A sigmoid under `mixed_float16` passes a float16 probability to the loss. A logit of 8.5 has the probability 0.9998. Just below 1, float16 numbers are 2⁻¹¹ apart, so this probability is
-# rounded to 1. We compute the loss of this prediction for the target 1, where it is right, and for the
-# target 0, where it is wrong:
+# A sigmoid under `mixed_float16` passes a float16 probability to the loss. A logit of 8.5 has the probability
+# 0.9998. Just below 1, float16 numbers are 2⁻¹¹ apart, so this probability is rounded to 1. We compute the loss
+# of this prediction for the target 1, where it is right, and for the target 0, where it is wrong:
 
 # %%
 from_probability = keras.losses.BinaryCrossentropy()
@@ -170,14 +171,13 @@ assert off["right"] < 1 / 1000
 assert off["wrong"] > 1.8
 
 # %% [markdown]
-# With the float16 sigmoid, the loss of the right prediction is over a thousand times too small. The
-# loss of the wrong prediction is nearly twice as large as the exact loss. It is not infinite, because Keras clips
-# the probability to 1 - 1e-7. To avoid such losses, create the last layer in float32 without an activation, and
-# use a loss with `from_logits=True`.
+# With the float16 sigmoid, the loss of the right prediction is over a thousand times too small. The loss of the
+# wrong prediction is nearly twice as large as the exact loss. To avoid such losses, create the last layer in
+# float32 without an activation, and use a loss with `from_logits=True`.
 #
 # ## When compile adds a loss scale
 #
-# By default, `compile` wraps the optimizer in a `LossScaleOptimizer` if the *model's* policy is
+# By default, `compile` wraps a plain optimizer in a `LossScaleOptimizer` if the *model's* policy is
 # `mixed_float16`. We compile a small model under three policies:
 
 
@@ -201,8 +201,8 @@ for name in POLICIES[:3]:
     assert (kind == "LossScaleOptimizer") == (name == "mixed_float16")
 
 # %% [markdown]
-# To train without a loss scale, pass `auto_scale_loss=False`. You can also lose the loss scale by
-# accident: if you set the policy only on the layers, the model still has the global policy.
+# To train without a loss scale, pass `auto_scale_loss=False`. You can also lose the loss scale by accident: if
+# you set the policy only on the layers, the model still has the global policy, here `float32`.
 
 # %%
 print("on purpose:", optimizer_of(new_head(), auto_scale_loss=False))
@@ -231,9 +231,9 @@ assert torch.amp.GradScaler("cpu").get_growth_interval() == by_layer.optimizer.d
 #
 # ## Write the step
 #
-# In a custom `train_step`, you multiply the loss by the scale, compute the gradients of the *scaled*
-# loss, and pass them to `apply`. If `apply` finds inf or NaN, it skips the step. Otherwise it divides
-# the gradients by the scale and updates the weights. On torch:
+# In a custom `train_step` with a `LossScaleOptimizer`, you multiply the loss by the scale, compute the gradients
+# of the *scaled* loss, and pass them to `apply`. If `apply` finds inf or NaN, it skips the step. Otherwise it
+# divides the gradients by the scale and passes them to the inner optimizer. On torch:
 
 
 # %%
@@ -314,8 +314,8 @@ def train_net(x, y, steps, scale, growth):
 
 
 # %% [markdown]
-# `run_on_backends` starts a process for each installed backend, sends it the source of these functions, and
-# returns what `train_net` returns. We print the loss scale before the first step and after each step:
+# `run_on_backends` calls `train_net` in a process on torch and, if TensorFlow is installed, in one on TensorFlow.
+# We print the loss scale before the first step and after each step:
 # <!-- tests/course/test_processes.py -->
 
 # %% tags=["nbval-ignore-output"]
@@ -339,9 +339,9 @@ for backend, record in trained.items():
     assert record["losses"][-1] < record["losses"][0]
 
 # %% [markdown]
-# The scale halves from 2^24 down to 2^16, where the gradients no longer overflow. Then it doubles
-# after every five good steps. Each halving means a skipped step, and `iterations` does not count
-# skipped steps. A `.keras` file stores the scale, so a loaded model continues with the saved scale.
+# Here, the scale halves from 2^24 down to 2^16, where the gradients no longer overflow. Then it doubles after
+# every five good steps. Each halving means a skipped step, and `iterations` does not count skipped steps. A
+# `.keras` file stores the scale, so by default a loaded model continues with the saved scale.
 # <!-- tests/notebooks/test_12_keras.py -->
 #
 # ## A mistake in a custom step
@@ -365,9 +365,9 @@ for kind, rate in ((keras.optimizers.SGD, 1.0), (keras.optimizers.Adam, 0.1)):
     assert abs(ratio / 2.0**15 - 1) < 0.01 if kind is keras.optimizers.SGD else 1 < ratio < 2
 
 # %% [markdown]
-# With SGD, the step without scaling is 2¹⁵ times too short. With Adam, it is 0.08 instead of 0.1 for this
-# large gradient. For a gradient of 0.001, Adam's step is 100 times too short, because the divided gradient is
-# smaller than Adam's `epsilon` of 1e-7. <!-- tests/notebooks/test_12_keras.py -->
+# With SGD, the step without scaling is 2¹⁵ times too short. With Adam, it is 0.08 instead of 0.1 for this large
+# gradient. For a gradient of 0.001, Adam's first step is about 100 times too short.
+# <!-- tests/notebooks/test_12_keras.py -->
 #
 # ## The names of TensorFlow 2.x (optional)
 #
@@ -380,7 +380,7 @@ for kind, rate in ((keras.optimizers.SGD, 1.0), (keras.optimizers.Adam, 0.1)):
 # | `tf.keras.mixed_precision.Policy` | `keras.DTypePolicy`; the old name works |
 # | `Policy(…, loss_scale="dynamic")` | the optimizer has the loss scale, not the policy |
 # | `LossScaleOptimizer(optimizer, loss_scale="dynamic")` | `LossScaleOptimizer(optimizer)` |
-# | `LossScaleOptimizer(optimizer, dynamic=False, initial_scale=128)` | [`Adam(…, loss_scale_factor=128)`](https://keras.io/api/optimizers/adam/), and [`compile(…, auto_scale_loss=False)`](https://keras.io/api/models/model_training_apis/); Keras does not check a fixed scale for inf or NaN, and skips no step |
+# | `LossScaleOptimizer(optimizer, dynamic=False, initial_scale=128)` | [`Adam(…, loss_scale_factor=128)`](https://keras.io/api/optimizers/adam/), and [`compile(…, auto_scale_loss=False)`](https://keras.io/api/models/model_training_apis/); with a fixed scale, Keras skips no step, even if a gradient is inf or NaN |
 # | `optimizer.get_scaled_loss(loss)` | `optimizer.scale_loss(loss)` |
 # | `optimizer.get_unscaled_gradients(g)`, then `apply_gradients(zip(g, w))` | `optimizer.apply(g, w)`, which divides |
 #
@@ -408,10 +408,10 @@ for wrong in ({"dynamic": False}, {"loss_scale": "dynamic"}):
 #   float32 weights. You set a policy for new layers or for one layer.
 # - A policy applies to a whole layer, while autocast chooses a dtype for each op.
 # - Keep the last layer in float32, without an activation, and use a loss with `from_logits=True`.
-# - By default, `compile` adds a loss scale if the model's policy is `mixed_float16`. If only the layers have
-#   that policy, wrap the optimizer yourself.
-# - In a custom step, `scale_loss` multiplies the loss. `apply` divides the gradients or skips the step.
-#   Do not divide by hand.
+# - By default, `compile` adds a loss scale to a plain optimizer if the model's policy is `mixed_float16`. If only
+#   the layers have that policy, wrap the optimizer yourself.
+# - In a custom step with a loss scale, `scale_loss` multiplies the loss. `apply` divides the gradients or skips
+#   the step. Do not divide by hand.
 #
 # ## Exercises
 #
@@ -537,7 +537,7 @@ exercises.check_compiled(compile_scaled)
 #
 # ## Further reading
 #
-# - Keras, [Mixed precision](https://keras.io/api/mixed_precision/): policies and `LossScaleOptimizer`.
+# - Keras, [Mixed precision](https://keras.io/api/mixed_precision/): policies.
 # - Keras, [Writing a custom training loop in
 #   PyTorch](https://keras.io/guides/custom_train_step_in_torch/) and [in
 #   TensorFlow](https://keras.io/guides/custom_train_step_in_tensorflow/).

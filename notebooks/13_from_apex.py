@@ -9,9 +9,9 @@
 # %% [markdown]
 # # Move from Apex to torch.amp
 #
-# **What you'll do.** Train a small network at each of Apex's four optimization levels, and compare each level
-# with the code that you would write today. Then move old code to `torch.amp`, by hand and with `amp-lab
-# migrate`, and resume from a checkpoint in Apex's format.
+# **What you'll do.** Train a small network at each of Apex's four optimization levels, and compare O0 to O2 with
+# the code that you would write today. Then move old code to `torch.amp`, by hand and with `amp-lab migrate`, and
+# resume from a checkpoint in Apex's format.
 #
 # **What you'll learn.**
 # - what the levels O0 to O3 did to weights, activations, gradients and optimizer, and to memory;
@@ -34,7 +34,7 @@ from course import start
 device, scale = start()  # AMP_LAB_DEVICE and AMP_LAB_SCALE override the choice
 
 # %% [markdown]
-# The other imports come from torch:
+# These imports come from torch:
 
 # %%
 import torch
@@ -64,7 +64,7 @@ print(f"{(today != as_apex_did).sum()} of {today.numel()} outputs differ")
 assert torch.equal(today, as_apex_did)
 
 # %% [markdown]
-# No output differs. So you mostly replace names when you move your code.
+# No output differs: autocast made the same casts.
 #
 # ## The names, then and now
 #
@@ -85,11 +85,14 @@ assert torch.equal(today, as_apex_did)
 # | `apex.parallel.convert_syncbn_model` | `torch.nn.SyncBatchNorm.convert_sync_batchnorm` |
 # | `apex.normalization.FusedLayerNorm` | `torch.nn.LayerNorm` |
 #
-# The row of `FusedAdam` needs `weight_decay=0`, because the default of `AdamW` is 0.01. <!-- tests/migrate/test_apex.py -->
+# By default, `weight_decay` is [0 in
+# `FusedAdam`](https://github.com/NVIDIA/apex/blob/e13873debc4699d39c6861074b9a3b2a02327f92/apex/optimizers/fused_adam.py)
+# and 0.01 in `AdamW`. <!-- tests/migrate/test_apex.py -->
 #
 # ## What an optimization level was
 #
-# A level set [five options](https://github.com/NVIDIA/apex/blob/e13873debc4699d39c6861074b9a3b2a02327f92/apex/amp/frontend.py):
+# A level set [five
+# options](https://github.com/NVIDIA/apex/blob/e13873debc4699d39c6861074b9a3b2a02327f92/apex/amp/frontend.py):
 #
 # | | O0 | O1 | O2 | O3 |
 # |---|---|---|---|---|
@@ -99,13 +102,14 @@ assert torch.equal(today, as_apex_did)
 # | the optimizer updates fp32 weights | yes | yes | yes, as master weights | no |
 # | loss scale | 1 | dynamic | dynamic | 1 |
 #
-# - **Patched functions** (O1): functions that multiply matrices cast their inputs to fp16. Functions
+# - **Patched functions** (O1): functions such as `F.linear` and `F.conv2d` cast their inputs to fp16. Functions
 #   such as softmax and `cross_entropy` cast [their inputs to
 #   fp32](https://github.com/NVIDIA/apex/blob/e13873debc4699d39c6861074b9a3b2a02327f92/apex/amp/lists/functional_overrides.py).
 # - **Master weights** (O2): the optimizer updates an fp32 copy of each fp16 weight.
 # - **The dynamic loss scale** (O1 and O2) [started at
-#   2^16](https://github.com/NVIDIA/apex/blob/e13873debc4699d39c6861074b9a3b2a02327f92/apex/amp/scaler.py)
-#   and by default grew up to 2^24. The scale of a `GradScaler` can grow further. <!-- tests/notebooks/test_13_from_apex.py -->
+#   2^16](https://github.com/NVIDIA/apex/blob/e13873debc4699d39c6861074b9a3b2a02327f92/apex/amp/scaler.py) and by
+#   default grew up to 2^24. The scale of a `GradScaler` can grow further.
+#   <!-- tests/notebooks/test_13_from_apex.py -->
 #
 # Because Apex removed its `amp`, we use a toy version of it in plain torch
 # ([`course/toy_apex.py`](course/toy_apex.py)).
@@ -113,7 +117,7 @@ assert torch.equal(today, as_apex_did)
 # ## What each level did, and what replaces it today
 #
 # We train one small network at each level with the toy Apex, and again with today's code
-# ([`course/apex_training.py`](course/apex_training.py)). We multiply the loss by 12, so that the first
+# ([`course/apex_training.py`](course/apex_training.py)). We multiply the loss by 12, so that the first dynamic
 # loss scale is too large and a few steps are skipped.
 # %%
 from course.apex_training import (
@@ -151,15 +155,14 @@ assert table["O1"] == table["autocast"]
 assert table["O0"] == table["fp32 today"]
 
 # %% [markdown]
-# At O1 only the activations are fp16, and the row of autocast is the same. At O2 the weights and gradients
-# are fp16 too, and Adam updates fp32 master weights.
+# In the row of O1 only the activations are fp16, and the row of autocast is the same. At O2 the weights and
+# gradients are fp16 too (except in batch norm), and Adam updates fp32 master weights.
 #
 # ### O0 and O1: fp32, and casts around ops
 #
 # Today O0 is a loop in fp32, without autocast. O1 is `torch.autocast` with `dtype=torch.float16` and a
-# `GradScaler`. We compare the losses of all steps. On a CPU they must be equal to the last bit. On a GPU
-# they may differ by at most 2^-9 (0.2 %) of the largest loss. This is room for four roundings to fp16, each
-# with a relative error of at most 2^-11.
+# `GradScaler`. We compare the losses of all steps. On a CPU, our check requires equality to the last bit. On a
+# GPU it allows 2^-9 (0.2 %) of the largest loss, as much as four roundings to fp16 (at most 2^-11 each).
 
 # %%
 SAME = 0 if device.type == "cpu" else 2**-9
@@ -170,7 +173,7 @@ assert runs["O1"].scale == 2.0**13  # three steps skipped, in both
 # %% [markdown]
 # Today's fp32 gives the losses of O0, and autocast gives the losses of O1.
 #
-# For classifiers there is one difference. Apex ran `cross_entropy` in
+# For classifiers there is a difference. At O1, Apex ran `cross_entropy` in
 # [fp32](https://github.com/NVIDIA/apex/blob/e13873debc4699d39c6861074b9a3b2a02327f92/apex/amp/lists/functional_overrides.py).
 # Autocast on CUDA rounds the log-softmax inside `cross_entropy` to fp16 if the logits are fp16 ([notebook
 # 09](09_xray_your_model.ipynb#The-surprise-in-cross-entropy) shows why). So write
@@ -186,21 +189,20 @@ check_close(runs["autocast"], runs["O2"], tolerance=2**-9)  # 4 roundings of fp1
 assert runs["autocast"].losses != runs["O2"].losses
 
 # %% [markdown]
-# The losses are close, but not equal: they differ by at most 0.2 % of the largest loss. Apex first [cast the
-# model to
-# fp16](https://github.com/NVIDIA/apex/blob/e13873debc4699d39c6861074b9a3b2a02327f92/apex/amp/_initialize.py),
-# and then copied the master weights from this model. So the master weights start with only 11 significant
-# bits.
+# The losses are close, but not equal: they differ by at most 0.2 % of the largest loss. This is because Apex
+# [cast the model to
+# fp16](https://github.com/NVIDIA/apex/blob/e13873debc4699d39c6861074b9a3b2a02327f92/apex/amp/_initialize.py)
+# before it copied the master weights from it. So they start with only 11 significant bits.
 #
 # ### O3: everything in fp16
 #
-# Today O3 is `model.half()` with fp16 inputs and an optimizer that updates the fp16 weights. O3 has two
-# problems:
+# Today O3 is `model.half()` with fp16 inputs and an optimizer that updates the fp16 weights. Two of its problems
+# are:
 #
 # - Small weight updates are rounded away ([notebook 16](16_low_precision_state.ipynb)).
-# - Adam divides by zero. Its divisor is the root of an average of squared gradients, plus 1e-8. After the
-#   first step, the average is 0.001 times the squared gradient. In fp16, 1e-8 becomes zero. So does the
-#   average if the gradient is small.
+# - Adam (unless it is fused) can divide by zero. Its divisor is the root of an average of squared gradients, plus
+#   1e-8. After the first step, the average is the squared gradient times 0.001 (which is 1 - beta2). In fp16,
+#   1e-8 becomes zero. So does the average if the gradient is small.
 #
 # We check this for a gradient of 0.0005, and train at O3 for three steps:
 
@@ -215,7 +217,7 @@ assert losses[1] != losses[1]  # NaN
 #
 # ### What it costs in memory
 #
-# With Adam, each level stored this many bytes per parameter during the optimizer step:
+# With Adam, a parameter of a linear layer takes this many bytes during the optimizer step:
 # <!-- tests/notebooks/test_13_from_apex.py -->
 #
 # | | weights | gradients | master weights | gradients of masters | Adam's state | total |
@@ -276,13 +278,14 @@ torch.testing.assert_close(ours, theirs, rtol=SAME, atol=SAME)
 # |---|---|
 # | `delay_unscale=True`, to accumulate | `scale(loss).backward()` for each micro-batch, then one `step` |
 # | `num_losses=2`, `loss_id=1` | one scaler for all losses; with several optimizers, a `step` for each, then one `update` |
-# | `loss_scale=128.0` | `init_scale=128.0`, and `scaler.update(128.0)` instead of `update()`; steps that overflow are then skipped, but Apex did not skip them |
+# | `loss_scale=128.0` | `init_scale=128.0`, and `scaler.update(128.0)` instead of `update()`; with a fixed scale, torch still skips steps that overflow, but Apex did not |
 # | `min_loss_scale`, `max_loss_scale` | call `update()`; if `get_scale()` is then outside the limits, call `update(float(limit))` |
 # | `keep_batchnorm_fp32` | not needed: weights and statistics of batch norm stay fp32 | <!-- tests/notebooks/test_13_from_apex.py -->
 #
 # ## From torch.cuda.amp to torch.amp
 #
-# The names of `torch.cuda.amp` and `torch.cpu.amp` still work in torch 2.15, with a deprecation warning:
+# Both old `autocast` classes and `torch.cuda.amp.GradScaler` still work in torch 2.15, with a deprecation
+# warning:
 
 # %%
 for old_name in (torch.cuda.amp.autocast, torch.cpu.amp.autocast, torch.cuda.amp.GradScaler):
@@ -294,8 +297,8 @@ for old_name in (torch.cuda.amp.autocast, torch.cpu.amp.autocast, torch.cuda.amp
 # %% [markdown]
 # Two things can go wrong when you move to the new names.
 #
-# **The default dtype.** The old classes had a fixed default: fp16 for CUDA and bf16 for the CPU. The new
-# class uses the current autocast dtype, which an outer block may have changed. In which dtype will each of
+# **The default dtype.** The old classes had a fixed default: fp16 for CUDA and bf16 for the CPU. By default, the
+# new class uses the current autocast dtype, which an outer block may have changed. In which dtype will each of
 # the three inner blocks compute? <!-- tests/notebooks/test_13_from_apex.py -->
 
 # %%
@@ -312,7 +315,7 @@ print(f"old {names[old]}, renamed {names[renamed]}, written out {names[written_o
 assert (old, renamed, written_out) == (bf16, fp16, bf16)
 
 # %% [markdown]
-# If you only rename the class, the inner block computes in fp16 instead of bf16. So always pass `dtype`.
+# If you only rename the class, this inner block computes in fp16 instead of bf16. So always pass `dtype`.
 #
 # **The order of arguments.** [The device now comes
 # first](https://docs.pytorch.org/docs/stable/amp.html), and `dtype` comes before `enabled`:
@@ -335,8 +338,9 @@ assert (asked.get_scale(), got.get_scale()) == (1024, 65536)
 #
 # ## Let a tool do it (optional)
 #
-# `amp-lab migrate PATH --write` rewrites old names of torch in files and notebooks, and reports what you have
-# to change by hand. Without `--write`, it changes no file. <!-- tests/migrate/test_files.py, tests/migrate/test_apex.py -->
+# `amp-lab migrate PATH --write` rewrites old names of torch in files and notebooks, and reports what you have to
+# change by hand. Without `--write`, it changes no file.
+# <!-- tests/migrate/test_files.py, tests/migrate/test_apex.py -->
 #
 # The following part of an old program depends on the old default dtypes and on the old order of arguments:
 
@@ -389,14 +393,14 @@ if find_spec("libcst") is not None:
 # states of model, optimizer and `amp`. When you load such a checkpoint, expect the following:
 #
 # - Names begin with `module.` if the saved model was wrapped in `DistributedDataParallel`.
-# - At O2, the weights in the file were rounded to fp16. Their dtype is fp32, because Apex's `state_dict`
-#   [cast them back to
+# - At O2, the weights in the file were rounded to fp16 (except in batch norm). Their dtype is fp32, because
+#   Apex's `state_dict` [cast them back to
 #   fp32](https://github.com/NVIDIA/apex/blob/e13873debc4699d39c6861074b9a3b2a02327f92/apex/amp/_initialize.py).
 # - At O2, the fp32 master weights are missing, unless the program saved them. Our program saves them.
 #
-# Our reference run trains for eight steps, writes a checkpoint, and trains for eight more steps. In this
-# run, the loss scale grows after six steps without an overflow. The checkpoint contains the number of such
-# steps since the scale last changed. The resumed run must continue this count. <!-- tests/notebooks/test_13_from_apex.py -->
+# Our reference run trains for eight steps, writes a checkpoint, and trains for eight more steps. In this run, the
+# loss scale grows after six steps without an overflow. The checkpoint counts these steps since the scale last
+# changed. The resumed run must continue this count. <!-- tests/notebooks/test_13_from_apex.py -->
 
 # %%
 from course.apex_training import Run, today_step, train_and_save
@@ -472,14 +476,14 @@ folder.cleanup()
 # ## Summary
 #
 # - O1 is autocast with `GradScaler`. For cross-entropy, pass `logits.float()`.
-# - O2 stores the weights twice. With Adam it takes 20 bytes per parameter during the optimizer step;
-#   autocast takes 16.
+# - With Adam, a parameter of a linear layer takes 20 bytes at O2 during the optimizer step, because O2 stores
+#   fp16 and fp32 weights. With autocast it takes 16.
 # - O3 is `model.half()` with fp16 inputs. It loses small updates, and our second loss was NaN.
 # - In the loop, `scale_loss` becomes `scale(loss).backward()`, and `optimizer.step()` becomes
 #   `scaler.step(optimizer)`. Call `unscale_` before you clip, and `update` after the step.
 # - When you move from `torch.cuda.amp`, always pass the dtype, and pass the device as the first argument.
-# - An Apex checkpoint stores the scaler's state under other names. With its master weights, our run at O2
-#   resumed exactly on a CPU.
+# - In an Apex checkpoint, the scaler's `_growth_tracker` is called `unskipped`. At O2 the master weights are
+#   missing, unless the program saved them.
 #
 # ## Exercises
 #

@@ -85,9 +85,9 @@ assert halves[halves >= 0].tolist() == [0, 0.5, 1, 1.5, 2, 3, 4, 6]
 #
 # ## The values that share a scale
 #
-# Here, the largest value determines the scale. If one value is much larger than the others, the small
-# values that share its scale may become zero. Each format therefore defines which values share a scale: a
-# whole tensor, a row, or a *block* (neighbours in a row). *MX* (microscaling) is an [open
+# Here, the largest magnitude determines the scale. If one value is much larger than the others, the small values
+# that share its scale may become zero. Each format below therefore defines which values share a scale: a whole
+# tensor, a row, or a *block* (neighbours in a row). *MX* (microscaling) is an [open
 # standard](https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf), NVFP4 is
 # [NVIDIA's](https://arxiv.org/abs/2509.25149):
 #
@@ -173,9 +173,9 @@ assert at_100["mxfp4"] < at_100["nvfp4"] < alone["nvfp4"] - 5
 #
 # ## Train with rounded matmuls
 #
-# A linear layer has up to three matmuls in a training step: the output, the gradient of the input
-# (*dgrad*), and the gradient of the weight (*wgrad*). We round both operands of each matmul to the same
-# format. So in FP8, the gradients are in E4M3 too.
+# A linear layer has up to three kinds of matmul in a training step: the output, the gradient of the input
+# (*dgrad*), and the gradient of the weight (*wgrad*). We round both operands of each matmul to the same format.
+# So in FP8, the gradients are in E4M3 too.
 #
 # The blocks lie along the dimension that the matmul sums over. The weight has the shape (out, in), and
 # dgrad sums over *out*, so we round the weight again, with blocks in its columns (`weight.T`).
@@ -278,8 +278,9 @@ for name, values in last.items():
 _ = figures.loss_from_fp32(losses)
 
 # %% [markdown]
-# For each format, the figure shows the smoothed loss minus the smoothed fp32 loss with the same seed. Lines
-# are the mean over three seeds, and bars show the range. The grey band is the range of the fp32 loss around its mean.
+# For each format, the figure shows the smoothed loss minus the smoothed fp32 loss with the same seed. Lines are
+# the mean over three seeds, and bars show the range. The grey band is the range of the three fp32 losses around
+# their mean.
 #
 # Here, FP8 and MXFP8 learn as well as fp32. The four-bit formats learn slightly less. FP8 without a scale
 # learns much less. We check the printed losses:
@@ -328,8 +329,8 @@ assert off < 2**-8  # the rounding of the result to bf16
 # ## Sums in 14 bits (optional)
 #
 # Our simulation adds the products in fp32. A Hopper GPU adds FP8 products in [about 14
-# bits](https://arxiv.org/abs/2412.19437). To lose less there, PyTorch's FP8 matmul moves its partial sums
-# to fp32 several times, unless you pass `use_fast_accum=True`. `hopper_matmul` adds as an H100 does.
+# bits](https://arxiv.org/abs/2412.19437). To lose less there, PyTorch's FP8 matmul adds partial sums in fp32,
+# unless you pass `use_fast_accum=True`. `hopper_matmul` imitates these sums.
 # <!-- tests/formats/test_hopper_sums.py -->
 #
 # We sum 4096 products, first of values with both signs, then of their magnitudes. In which case will a
@@ -386,14 +387,14 @@ assert (usual, fnuz, torch.finfo(torch.float8_e4m3fnuz).max) == (1.0, 0.5, 240)
 # By default, `rehearse` tests formats on a model in training mode in three steps:
 #
 # 1. It runs a forward and a backward pass in fp32.
-# 2. In linear layers, `Conv1d` and `Conv2d`, it rounds the operands of the matmuls to each format (in
-#    `fp8`, gradients to E5M2), repeats the matmuls, and compares the results with those of fp32.
-# 3. In each format, it repeats both passes of the whole model. Layers that should stay in 16 bits
-#    are in fp32 here. <!-- tests/formats/test_inference_rehearsal.py -->
-#    <!-- tests/formats/test_interception.py -->
+# 2. In linear layers, `Conv1d` and `Conv2d` that suit a format, it rounds the operands of the matmuls to this
+#    format (in `fp8`, gradients to E5M2), repeats the matmuls, and compares the results with those of fp32.
+# 3. In each format that suits at least one layer, it repeats both passes of the whole model. Layers that should
+#    stay in 16 bits are in fp32 here.
+#    <!-- tests/formats/test_inference_rehearsal.py, tests/formats/test_interception.py -->
 #
-# We call `rehearse` on our GPT. In the MLP of the second block, we make one of the 256 features about a
-# million times as large: <!-- tests/formats/test_rehearsal.py -->
+# We call `rehearse` on our GPT. In the MLP of the second block, we multiply the weights of one of the 256
+# features by a million, and divide by a million in the next layer: <!-- tests/formats/test_rehearsal.py -->
 
 # %% tags=["nbval-ignore-output"]
 torch.manual_seed(0)
@@ -443,8 +444,8 @@ assert report.formats[1].gradients_off < 2**-4  # the largest rounding error of 
 #
 # ## Summary
 #
-# - Below 16 bits a tensor has low-precision elements *and* scales. The element determines the error of
-#   ordinary values. The scales determine which values an outlier damages.
+# - The formats here have low-precision elements *and* scales. The error of ordinary values depends mostly on the
+#   element. The scales determine which values an outlier damages.
 # - One scale for the tensor is enough for FP8 with usual outliers. In four bits an outlier wipes out
 #   most of its block, so smaller blocks help.
 # - A format that fails in a rehearsal is not worth a large run. A format that passes can still fail in a

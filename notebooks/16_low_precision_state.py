@@ -9,8 +9,8 @@
 # %% [markdown]
 # # Keep weights and optimizer state below 32 bits
 #
-# **What you'll do.** Train with weights in bf16, see that small updates are lost, and fix that in three
-# ways. Store Adam's state in eight and four bits. Count the bytes of a parameter.
+# **What you'll do.** Train with weights in bf16, see that small updates are lost, and fix that in three ways.
+# Round Adam's state to eight and four bits. Count the bytes of a parameter.
 #
 # **What you'll learn.**
 # - why small updates of a bf16 weight are lost, and how stochastic rounding, Kahan summation and fp32
@@ -139,16 +139,16 @@ class Adam:
 # `weight += update` does. In bf16, small updates are then lost. Three other ways keep them:
 # <!-- code -->
 #
-# - [**Stochastic rounding**](https://arxiv.org/abs/2010.06192) rounds up or down at random. A sum that
-#   lies three tenths of the way to the next number is rounded up in three cases out of ten.
+# - [**Stochastic rounding**](https://arxiv.org/abs/2010.06192) rounds up or down at random. A sum that lies three
+#   tenths of the way to the next number is rounded to it in three cases out of ten.
 # - **Kahan summation** keeps a second bf16 number for each weight. This number stores the error of the last
 #   rounding. The next step adds this error to its update.
 # - **fp32 masters** are a copy of the weights in fp32. The optimizer updates this copy, then casts it
 #   to bf16.
 #
-# A bf16 number is the upper half of the bits of an fp32 number. `stochastic` adds a random number of 16
-# bits to the lower half. If the sum does not fit into the lower half, a 1 is carried into the upper half.
-# The upper half is then the next bf16 number. At the end, `stochastic` sets the lower half to zero.
+# A bf16 number is the upper half of the bits of an fp32 number. `stochastic` adds a random number of 16 bits to
+# the lower half. If the sum does not fit into the lower half, a 1 is carried into the upper half, which is then
+# the next bf16 number. At the end, `stochastic` sets the lower half to zero.
 # <!-- code -->
 
 
@@ -246,8 +246,8 @@ WAYS = {
 
 
 # %% [markdown]
-# We train with three seeds in each way, and print the mean loss of the last 20 steps. Before you run
-# this: which ways will learn as fast as fp32?
+# We train each way with three seeds, and print the mean loss of the last 20 steps. Before you run this: which
+# ways will learn as fast as fp32?
 
 # %% tags=["nbval-ignore-output"]
 losses = {}
@@ -264,12 +264,12 @@ for cured in ("bf16, stochastic", "bf16, Kahan", "bf16, masters"):
     assert lag < 0.1 * (min(at_the_end(losses["bf16, nearest"])) - of_fp32)
 
 # %% [markdown]
-# For each way, the figure shows the loss minus the fp32 loss with the same seed. Each line is the mean over
-# three seeds, and the bars show their range. The grey band shows how far the fp32 losses of the seeds lie from
-# their mean. Each loss is averaged over the last ten steps, so the lines begin at step 10.
+# For each way, the figure shows the loss minus the fp32 loss with the same seed. Each line is the mean over three
+# seeds, and the bars show the range of the seeds. The grey band shows how far the fp32 losses of the seeds lie
+# from their mean. Each loss is averaged over the last ten steps, so the lines begin at step 10.
 #
-# With rounding to nearest, the network with bf16 weights learns far more slowly than in fp32. With the three
-# other ways it learns about as fast as in fp32.
+# Here, with rounding to nearest, the network with bf16 weights learns far more slowly than in fp32. With the
+# three other ways it learns about as fast as in fp32.
 #
 # AMP has fp32 masters too: the model's fp32 weights are the masters, and autocast [casts
 # them](02_autocast_dtypes.ipynb). PyTorch's own AdamW rounds to nearest. So if you convert a model with
@@ -303,17 +303,16 @@ for count in (1, 8, 64, 224):
 assert off[1] < 2**-8 < off[64] < off[224]
 
 # %% [markdown]
-# For many micro-batches, sum in fp32. With AMP this is already so, because the weights and [their
+# For many micro-batches, sum in fp32. AMP does this already, because the weights and [their
 # gradients](05_cifar10_mobilenet.ipynb#The-idea-in-five-lines) are in fp32. With weights in bf16, add each
 # gradient to an fp32 tensor. In DeepSpeed, set [`"data_types": {"grad_accum_dtype":
 # "fp32"}`](https://www.deepspeed.ai/docs/config-json/).
 #
 # ## State in fewer bits
 #
-# Adam's state has two moments: a moving average of the gradients (the *mean*), and a moving average of
-# their squares (the *second moment*; below, the *squares*). In bf16 the second moment has the same problem
-# as the weights. If the gradient is 0, the second moment should shrink by 0.1 % in each step (with a beta2
-# of 0.999):
+# Adam's state has two moments: the *mean* (a moving average of the gradients) and the *second moment* (a moving
+# average of their squares). In bf16 the second moment has the same problem as the weights. If the gradient is 0,
+# the second moment should shrink by 0.1 % in each step (with a beta2 of 0.999):
 
 # %%
 square = torch.tensor(1.0, dtype=torch.bfloat16)
@@ -325,18 +324,19 @@ assert square == 1
 # %% [markdown]
 # The second moment does not shrink, so Adam's steps after a large gradient stay too small.
 #
-# Now we use eight or four bits for each value, and a scale in fp32 for each block of values. If all values
-# of a block shrink by 0.1 %, the scale shrinks by 0.1 %, so this change is not lost. If only some values
-# shrink, the change can still be lost. Training will show whether the state is accurate enough.
+# In large tensors, we now round each value to eight or four bits, with a scale in fp32 for each block of values.
+# The result stays in fp32, so our code saves no memory. If all values of a block shrink by 0.1 %, the scale
+# shrinks by 0.1 %, so this change is not lost. If only some values shrink, the change can still be lost. Training
+# will show whether the state is accurate enough.
 # <!-- tests/formats/test_scaling.py -->
 #
 # A block has 256 values (128 in four bits), as in
 # [torchao](https://github.com/pytorch/ao/blob/main/torchao/optim/adam.py). We compare three formats:
 #
-# - *INT8*: evenly spaced numbers from -127 to 127, for the mean and the squares;
-# - *INT8, no zero*: INT8 for the mean; for the squares, 256 evenly spaced numbers that begin above zero;
-# - *4 bits, no zero*: [E2M1](15_below_16_bits.ipynb) for the mean; for the squares, 16 evenly spaced numbers
-#   that begin above zero.
+# - *INT8*: evenly spaced numbers from -127 to 127, for both moments;
+# - *INT8, no zero*: INT8 for the mean; for the second moment, 256 evenly spaced numbers that begin above zero;
+# - *4 bits, no zero*: [E2M1](15_below_16_bits.ipynb) for the mean; for the second moment, 16 evenly spaced
+#   numbers that begin above zero.
 
 
 # %%
@@ -365,7 +365,7 @@ def without_zero(bits):
 
 
 # %% [markdown]
-# We train with the state in fp32 and in each format:
+# For fp32 and each format, the next cell lists how the mean and the second moment are stored:
 
 # %%
 int8 = in_blocks(Format("int8 in blocks", ELEMENTS["int8"], (1, 256)))
@@ -378,8 +378,8 @@ STATES = {
 }
 
 # %% [markdown]
-# The next cell counts the seeds whose loss is finite at the end, and prints the mean loss. Before you run
-# this: which format fails, and how?
+# We train with each of them, count the seeds whose loss is finite at the end, and print the mean loss. Before you
+# run this: which format fails, and how?
 
 # %% tags=["nbval-ignore-output"]
 learned = {}
@@ -394,8 +394,9 @@ for name in ("INT8, no zero", "4 bits, no zero"):
     assert max(at_the_end(learned[name])) < max(at_the_end(learned["fp32"])) + 0.05
 
 # %% [markdown]
-# With INT8 the loss becomes NaN. With the other formats the loss ends near that of fp32, even with
-# four bits. Why does INT8 fail? We count the squares that each format stores as zero:
+# Here, with INT8 the loss becomes NaN. With the other formats the loss ends near that of fp32, even with four
+# bits. Why does INT8 fail? We square the entries of a gradient, and count the squares that each format stores as
+# zero:
 
 # %% tags=["nbval-ignore-output"]
 torch.manual_seed(0)
@@ -410,15 +411,15 @@ for name, store in (("INT8", int8), ("INT8, no zero", without_zero(8))):
 assert zeros["INT8"] > 0.1 > zeros["INT8, no zero"] == 0
 
 # %% [markdown]
-# INT8 stores a large share of the squares as 0. If a stored square is 0 and the next gradient is 0 or tiny,
-# Adam divides the mean by little more than epsilon (1e-8), so the update can become huge. Such updates make
+# INT8 stores a large share of the squares as 0. If the stored second moment is 0 and the next gradient is 0 or
+# tiny, Adam divides the mean by little more than epsilon (1e-8), so the update can become huge. Such updates make
 # the weights and the loss grow until the loss is NaN. The format without a zero stores a small square as its
 # smallest number.
 #
-# [torchao's optimizers](https://github.com/pytorch/ao/tree/main/torchao/optim) store the state in few
-# bits. Their 8-bit format has a zero, but also [many numbers close to
-# zero](https://github.com/pytorch/ao/blob/main/torchao/optim/quant_utils.py), so few squares become 0. In
-# your own code, replace only the optimizer. For weights in bf16, set `bf16_stochastic_round=True`:
+# [torchao's optimizers](https://github.com/pytorch/ao/tree/main/torchao/optim) store the state in few bits. The
+# format of `AdamW8bit` has a zero, but also [many numbers close to
+# zero](https://github.com/pytorch/ao/blob/main/torchao/optim/quant_utils.py), so few squares become 0. In your
+# own code, replace only the optimizer. For weights in bf16, set `bf16_stochastic_round=True`:
 #
 # ```python
 # from torchao.optim import AdamW8bit
@@ -432,7 +433,8 @@ assert zeros["INT8"] > 0.1 > zeros["INT8, no zero"] == 0
 #   distance to the next number.
 # - Stochastic rounding, Kahan summation (2 more bytes) and fp32 masters (4 more bytes) each fixed this
 #   problem here.
-# - For Adam's state, eight bits or even four were enough here, in a format that stored no square as zero.
+# - For Adam's state, eight bits or even four were enough here, in a format that stored no square as zero. With a
+#   zero, Adam can divide by little more than epsilon.
 # - With AdamW a parameter takes 16 bytes in fp32, 8 in bf16, and about 6 in bf16 with 8-bit state.
 #
 # ## Exercises
@@ -475,8 +477,7 @@ exercises.check_smallest_update(bound)
 # ### 2. Round stochastically
 #
 # Complete the function. It rounds each value at random to one of the two whole numbers next to it. The
-# probability of the upper number is the fractional part of the value: 2.3 becomes 3 in three of ten
-# cases.
+# probability of the upper number is the distance from the lower one: 2.3 becomes 3 in three of ten cases.
 
 
 # %%

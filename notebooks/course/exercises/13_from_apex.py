@@ -62,9 +62,9 @@ def check_moved_scaler(scaler: torch.amp.GradScaler) -> str:
     need(
         scaler.get_growth_interval() == 500,
         f"The scale is right, but it would grow after {scaler.get_growth_interval()} good steps. "
-        "The scale of Apex grew after 500.",
+        "The old scale grew after 500.",
     )
-    return "The scale begins at 1024 and grows after 500 good steps, like the scale of Apex."
+    return "The scale begins at 1024 and grows after 500 good steps, like the old scale."
 
 
 def _scales_with(update: Callable[..., Any], gradients: list[float]) -> list[float]:
