@@ -41,7 +41,7 @@ device, scale = start()  # AMP_LAB_DEVICE and AMP_LAB_SCALE override the choice
 # %% [markdown]
 # ## The idea in five lines
 #
-# A linear layer under bf16 autocast returns bf16. Rotary embeddings multiply its output by a table of
+# An fp32 linear layer under bf16 autocast returns bf16. Rotary embeddings multiply its output by a table of
 # sines and cosines, here in fp32. Before you run this: what is the dtype of the result?
 
 # %%
@@ -113,7 +113,7 @@ result
 # - **The rotations**: their cosines are fp32. The model casts the result back to bf16 with
 #   `.to(x.dtype)`.
 #
-# **The loss** should be fp32 too, but the logits are bf16. On CUDA, `cross_entropy` rounds its
+# **The loss** should be fp32 too, but the logits are bf16. On CUDA in eager mode, `cross_entropy` rounds its
 # log-softmax to the dtype of its input, under autocast too ([notebook
 # 09](09_xray_your_model.ipynb#The-surprise-in-cross-entropy)). So call `.float()` on the logits, as
 # [transformers](https://github.com/huggingface/transformers/blob/main/src/transformers/loss/loss_utils.py)
@@ -124,7 +124,7 @@ result
 # [wrong in long texts](08b_learning.ipynb#Positions-or-counts-are-wrong-beyond-256).
 # <!-- tests/notebooks/test_17_language_model.py -->
 #
-# **Load the model in the dtype that you want** instead: `from_pretrained(…, dtype=…)` leaves the rates in
+# **Load the model in the dtype that you want** instead: `from_pretrained(…, dtype=…)` leaves these rates in
 # fp32. For full fine-tuning, load the model in fp32 and use autocast, because bf16 weights [can lose small
 # updates](16_low_precision_state.ipynb#Weights-in-bf16). For LoRA (below), load the base in
 # bf16. <!-- tests/notebooks/test_17_language_model.py -->
@@ -156,7 +156,7 @@ assert message.startswith("Expected query, key, and value to have the same dtype
 # ## Train it in each precision
 #
 # `lm.train` is a loop like that of [notebook 04](04_fp32_vs_amp.ipynb). We train with three seeds in each precision.
-# The test loss is always computed in fp32, so that only the training differs. Before you run this: what
+# Here the test loss is computed in fp32, so that only the training differs. Before you run this: what
 # changes the test loss more, the precision or the seed? <!-- code -->
 
 # %% tags=["nbval-ignore-output"]
@@ -185,11 +185,11 @@ print(f"two seeds in fp32 differ by up to {between_seeds:.2g}")
 # ## The loss over a large vocabulary
 #
 # The vocabulary of Llama 3 has [128,256
-# entries](https://github.com/pytorch/torchtune/blob/main/torchtune/models/llama3/_model_builders.py). With
-# `lm.loss_of` and bf16 autocast, four tensors with the shape of the logits are in memory at the peak of the
-# backward pass:
+# entries](https://github.com/pytorch/torchtune/blob/main/torchtune/models/llama3/_model_builders.py). If you
+# call `logits = model(inputs)` and `lm.loss_of(logits, targets)` under bf16 autocast, four tensors of the
+# same shape are in memory at the peak of the backward pass:
 #
-# - the logits in bf16, which the model returns;
+# - `logits` in bf16;
 # - the log-softmax in fp32;
 # - the gradient of the log-softmax in fp32;
 # - the gradient of the logits in fp32.
@@ -203,9 +203,9 @@ print(f"logits: {values * 2 / 2**30:.1f} GiB, all four tensors: {total:.1f} GiB"
 assert 27 < total < 28
 
 # %% [markdown]
-# Three of these tensors are fp32 under autocast too. To save memory, compute the loss **in chunks** of tokens,
-# each in a checkpoint. The backward pass then computes the logits again, one chunk at a time, and frees them. The
-# gradients agree with those of the usual loss up to rounding: <!-- tests/notebooks/test_17_language_model.py -->
+# To save memory, compute the loss **in chunks** of tokens, each in a checkpoint. The backward pass then
+# computes the logits again, one chunk at a time, and frees them. The gradients agree with those of the usual
+# loss up to rounding: <!-- tests/notebooks/test_17_language_model.py -->
 
 
 # %%
@@ -237,13 +237,13 @@ print(f"fp32 logits: {1024 * 8000 * 4 / 2**20:.1f} MiB, one chunk: {64 * 8000 * 
 #
 # From torch 2.13 on,
 # [`F.linear_cross_entropy`](https://docs.pytorch.org/docs/2.13/generated/torch.nn.functional.linear_cross_entropy.html)
-# with its argument `options` computes the loss in chunks too.
+# with its argument `options` can compute the loss in chunks too.
 # <!-- tests/notebooks/test_17_language_model.py -->
 #
 # ## Fine-tune with LoRA
 #
-# LoRA freezes a weight (the *base*). It adds the product of two narrow matrices (the *adapter*) to the
-# weight, and trains only these matrices. Use these dtypes:
+# LoRA freezes a weight (the *base*). It adds the scaled product of two narrow matrices (the *adapter*) to
+# the weight, and trains only these matrices. Use these dtypes:
 #
 # - **bf16 for the frozen base**, because it never changes;
 # - **fp32 for the adapters**, because bf16 can lose small updates ([notebook
@@ -252,8 +252,8 @@ print(f"fp32 logits: {1024 * 8000 * 4 / 2**20:.1f} MiB, one chunk: {64 * 8000 * 
 # For a 16-bit base, peft also creates adapters in fp32, unless you pass `autocast_adapter_dtype=False`.
 # <!-- tests/notebooks/test_17_language_model.py -->
 #
-# Without autocast, the adapter's input has to be cast up to fp32, and its output back to the dtype of the
-# base's output: <!-- tests/notebooks/test_17_language_model.py -->
+# So that our layer works without autocast too, it casts the adapter's input up to fp32, and its output back
+# to the dtype of the base's output: <!-- tests/notebooks/test_17_language_model.py -->
 
 
 # %%
@@ -316,7 +316,7 @@ assert dtypes["blocks.0.qkv"] == dtypes["blocks.1"] == torch.bfloat16  # no fp32
 # the residual stream is bf16 too, as the last assert checks.
 #
 # On a GPU that has fp16 and no fast bf16, keep the base in fp16 and use fp16 autocast with the scaler. Keep
-# the adapters in fp32, because the scaler [raises an
+# the adapters in fp32, because `scaler.unscale_` [raises an
 # error](../docs/trainers.md#peft-attempting-to-unscale-fp16-gradients) for fp16 adapters.
 #
 # ### What merging loses
@@ -386,7 +386,7 @@ assert abs(in_bf16 - in_fp32) < 0.01
 
 # %% [markdown]
 # A text diverges at a *near tie*: the gap between the two largest logits is so small that the rounding to
-# bf16 changes their order. Here the gaps were at most 0.026, and bf16 moved a logit by up to 0.033. The rest
+# bf16 changes their order. Here these gaps were at most 0.026, and bf16 moved a logit by up to 0.033. The rest
 # of the text can then differ too, because each character depends on those before it.
 #
 # But the model is not worse in bf16 here: the test loss is nearly the same. So compare models by their loss, or by
@@ -412,7 +412,7 @@ for name, limit in (("fp32", 1e-3), ("bf16", 0.5)):
 # - with the same batch, machine and PyTorch version, use
 #   [`torch.use_deterministic_algorithms`](https://docs.pytorch.org/docs/stable/notes/randomness.html).
 #
-# `amp-lab diff --batch-sizes` shows whether the results of two batch sizes differ by more than rounding.
+# `amp-lab diff --batch-sizes` finds the first op at which two batch sizes differ by more than rounding.
 # <!-- tests/difference/test_first_difference.py --> <!-- tests/cli/test_diff_command.py -->
 #
 # If a Llama model of transformers has fp32 weights and runs under autocast, its **cache** of keys and values
@@ -428,8 +428,8 @@ for name, limit in (("fp32", 1e-3), ("bf16", 0.5)):
 # - Load a model in the dtype that you want, and do not cast it afterwards, so that its rotation rates stay in
 #   fp32.
 # - Outside autocast, q, k and v need the same dtype. On CUDA, [flash
-#   attention](../docs/compile_and_kernels.md#which-attention-kernel-does-scaled_dot_product_attention-run) needs
-#   16 bits.
+#   attention](../docs/compile_and_kernels.md#which-attention-kernel-does-scaled_dot_product_attention-run) does
+#   not run in fp32.
 # - LoRA: keep the frozen base in bf16 and the adapters in fp32. If you merge, merge in fp32.
 # - At near ties, texts can diverge if the precision or the shape of a matmul differs. Compare losses
 #   and the choice of each next token.
