@@ -9,8 +9,8 @@
 # %% [markdown]
 # # Serve and export a model in reduced precision
 #
-# **What you'll do.** Run a trained network in bf16 in three ways, and count how many of its decisions
-# change. Then compile it, export it, and store its weights in eight bits.
+# **What you'll do.** Run a trained network in bf16: under autocast, with cast weights, and compiled. Count how
+# many of its decisions change. Then export it, and round its weights to eight and four bits.
 #
 # **What you'll learn.**
 # - when to cast the weights once, and when autocast is the better choice;
@@ -66,20 +66,19 @@ print(f"{changed} of {len(tests)} decisions changed")
 assert changed < 0.02 * len(tests)
 
 # %% [markdown]
-# No decision changes here, or hardly any. To judge a precision for inference, compare the results that your
-# users see. In this notebook, these are the decisions. Do not count the correct decimal places of the logits.
+# Few decisions change, or none. To judge a precision for inference, compare the results that your users see.
+# Here these are the decisions, not the decimal places of the logits.
 #
 # ## Ways to run it
 #
-# - **Autocast** keeps the weights in fp32 and casts copies of them. It runs some sensitive ops in fp32
-#   ([notebook 02](02_autocast_dtypes.ipynb) has the list). Use it to evaluate during training, or if you do not
-#   know which parts need fp32.
-# - **Cast once** halves the memory of the weights, and no call has to cast them. You have to cast the inputs
+# - **Autocast** keeps the weights in fp32, and uses copies in 16 bits for matmuls and convolutions. It runs
+#   some sensitive ops in fp32 ([notebook 02](02_autocast_dtypes.ipynb)). Use it to evaluate during training, or
+#   if you do not know which parts need fp32.
+# - **Cast once** halves the memory of fp32 weights, and no call has to cast them. You have to cast fp32 inputs
 #   yourself. Use it for a model that only runs inference.
 # - **Compile** the model in either case, to fuse the small ops between the matmuls.
 #
-# We write a function for each of the first two ways, and a third function that compares outputs with those in
-# fp32:
+# We write a function for each of the first two ways. A third function compares outputs with those in fp32:
 
 
 # %%
@@ -116,9 +115,9 @@ for name, run in {**WAYS, "fp16 cast once": lambda x: half(x.half())}.items():
 assert quality(outputs["fp16 cast once"])[0] < quality(outputs["bf16 cast once"])[0]
 
 # %% [markdown]
-# The relative error is below two percent for each way. fp16 is more accurate than bf16, because it has three
-# more bits of mantissa. The values of a model that was trained in bf16 may not fit into the range of fp16
-# ([notebook 19](19_choose_your_precision.ipynb#Trained-in-bf16,-on-a-GPU-without-it)).
+# The relative error is below two percent for each way. Here fp16 is more accurate than bf16, because it has
+# three more bits of mantissa. But its range is smaller: the values of a model that was trained in bf16 may not
+# fit ([notebook 19](19_choose_your_precision.ipynb#Trained-in-bf16,-on-a-GPU-without-it)).
 #
 # We now time the ways in fp32 and bf16. How long does a call take for one image, and for 256 images?
 
@@ -132,10 +131,9 @@ for batch in (1, 256):
     assert not times.ratio("fp32 compiled", "bf16 compiled").is_above(40)
 
 # %% [markdown]
-# Each row shows the time of a call and its speed-up over fp32, with an interval. On our two CPU cores bf16
+# The columns are the time of a call and its speed-up over fp32, with an interval. On our two CPU cores, bf16
 # took longer than fp32 for a single image, even with weights cast once. With 256 images bf16 was faster, most
 # of all when compiled. To see what bf16 alone gains, compare the compiled bf16 with the *compiled* fp32.
-# `amp-lab advise` makes this comparison for [your model](../docs/your_model.md).
 #
 # ## Which decisions change?
 #
@@ -170,7 +168,8 @@ for name in ("bf16 autocast", "bf16 cast once"):
 #
 # ## Cast inputs, outputs and weights
 #
-# **Inputs**: cast them to the dtype of the model. Without the cast, a convolution outside autocast raises an error:
+# **Inputs**: cast fp32 inputs to the dtype of the model. Without the cast, a convolution outside autocast
+# raises an error:
 
 # %% tags=["nbval-ignore-output"]
 refused = ""
@@ -187,8 +186,8 @@ assert refused
 # <!-- tests/notebooks/test_18_inference_and_export.py -->
 #
 # **Weights**: if you change them for inference, change them in fp32 and cast afterwards. For example, you can fold
-# a batch norm into the convolution before it (exercise 4). If you cast first, the weights are rounded more
-# often. <!-- tests/notebooks/test_18_inference_and_export.py -->
+# a batch norm into the convolution before it (exercise 4). If you cast first, folding rounds the cast weights
+# again. <!-- tests/notebooks/test_18_inference_and_export.py -->
 #
 # ## What torch.compile changes
 #
@@ -230,15 +229,15 @@ assert list(compilations.values()) == [1, 2, 2, 3, 4, 5]
 # and gradients each cause another compilation. To avoid compilations while you serve requests:
 #
 # - Always use the same gradient mode and autocast state.
-# - Before the first request, make one call with each batch size that you will serve. Pad smaller batches to one
-#   of these sizes.
+# - Before the first request, make one call with each batch size that you will serve, because a new size can
+#   cause a compilation. Pad smaller batches to one of these sizes.
 #
 # `torch.compiler.set_stance("fail_on_recompile")` turns another compilation into an error.
 # <!-- tests/notebooks/test_18_inference_and_export.py -->
 #
-# **The results of compiled code differ a little** from those in eager mode. In eager mode, each op rounds its
-# result to bf16. A compiled kernel rounds mostly when it writes to memory, so its results are often
-# more accurate:
+# **The results of compiled code can differ a little** from those in eager mode. In eager mode, the product and
+# the sum in the next function are both rounded to bf16. The compiled kernel rounds only the sum, so it is more
+# accurate:
 
 
 # %%
@@ -247,7 +246,7 @@ def scaled_sum(x, y, z):
 
 
 # %% [markdown]
-# We compare the results in eager mode and compiled with the exact result in float64:
+# We compare both results, eager and compiled, with the exact result in float64:
 
 # %% tags=["nbval-ignore-output"]
 torch.manual_seed(0)
@@ -261,7 +260,7 @@ for name, function in {"eager": scaled_sum, "compiled": torch.compile(scaled_sum
 assert off["compiled"] <= off["eager"]
 
 # %% [markdown]
-# In torch 2.15, `options={"numerics": "strict"}` makes a compiled kernel also round between its ops
+# In torch 2.15, `torch.compile(…, options={"numerics": "strict"})` also rounds between the ops of a kernel
 # ([more](../docs/compile_and_kernels.md#how-do-i-make-torchcompile-give-the-same-bits-as-eager-mode)).
 # <!-- tests/answers/test_compile_and_kernels.py -->
 #
@@ -301,7 +300,7 @@ with torch.inference_mode():
 print(f"{len(file.getvalue()) / 1024:.0f} KiB, and the same outputs for {len(from_file)} images")
 
 # %% [markdown]
-# The outputs are the same, bit for bit.
+# The loaded program returns the same outputs, bit for bit.
 #
 # For other engines, export **ONNX**. On a CPU, ONNX Runtime refuses convolutions in bf16, so we export in
 # fp16. <!-- tests/train/test_export.py --> We compare the decisions of the ONNX file with those of torch in fp32:
@@ -323,15 +322,17 @@ else:
 
 # %% [markdown]
 # For a run of `amp-lab train`, one command exports the model: `amp-lab export runs/x model.onnx
-# --dtype fp16` (or `.pt2`, `.safetensors`). It casts a copy, reports what the cast changed, and compares
-# decisions before it writes the final file. <!-- tests/train/test_export.py -->
+# --dtype fp16` (or `.pt2`, `.safetensors`). It casts a copy, and compares the outputs of the exported model
+# with those of the copy before it writes the file. <!-- tests/train/test_export.py -->
 #
 # ## Eight bits and fewer
 #
-# A kernel can read weights in eight bits and multiply them in bf16. A language model that generates a single text
-# [spends most of its time](https://pytorch.org/blog/accelerating-generative-ai-2/) on reading weights, so it can
-# become faster. Here we only round the weights, with `quantize`. The matmuls stay in fp32, so we see only the effect
-# of the rounded weights:
+# A large language model that generates a single text [spends most of its
+# time](https://pytorch.org/blog/accelerating-generative-ai-2/) on reading weights. Weights in eight bits can be
+# read faster than weights in bf16, because they take half the memory.
+#
+# Here we only round the weights, with `quantize`. The activations and matmuls stay in fp32, so we see only the
+# effect of the rounded weights:
 
 # %% tags=["nbval-ignore-output"]
 far = {}
@@ -350,9 +351,9 @@ assert far["int8-rowwise"] < 2 * quality(outputs["bf16 cast once"])[0] < far["fp
 assert far["fp8-rowwise"] < far["nvfp4"]
 
 # %% [markdown]
-# INT8 and FP8 have one scale for each output channel (a row of the weight). Here INT8 is about as accurate as
-# bf16. FP8 (E4M3) has three bits of mantissa and is less accurate. NVFP4 has one bit of mantissa and is the least
-# accurate.
+# Here INT8 and FP8 have one scale for each output channel (a row of the weight). With INT8 weights, the outputs
+# are about as far off as those of the bf16 model above, which rounds the activations too. FP8 (E4M3) has three
+# bits of mantissa and is less accurate. NVFP4 has one bit of mantissa and is the least accurate.
 #
 # [torchao](https://github.com/pytorch/ao/tree/main/torchao/quantization) stores the weights of a model's
 # linear layers in fewer bits: <!-- tests/notebooks/test_18_inference_and_export.py -->
@@ -366,8 +367,8 @@ assert far["fp8-rowwise"] < far["nvfp4"]
 # ## Summary
 #
 # - Count changed decisions, not decimal places, and look at the gap between the two best classes.
-# - For inference, change the weights in fp32, and then cast them once. Cast the inputs too. Cast the outputs to
-#   fp32 before you compute with them.
+# - For inference, change the weights in fp32, and then cast them once. Cast fp32 inputs too. Cast the outputs
+#   to fp32 before you compute with them.
 # - `torch.compile` can compile again if the batch size, the autocast state or the gradient mode
 #   changes. Compiled code can round less often than eager mode.
 # - Autocast around `torch.export.export` is lost: cast first, then export, then compare.
@@ -413,8 +414,8 @@ exercises.check_gibibytes(gibibytes)
 #
 # ### 2. Count the decisions that changed
 #
-# Complete the function. It gets `reference` in fp32 and `logits` in any dtype. In some rows, the largest value of
-# `reference` and the largest value of `logits` are in different columns. Return the share of these rows.
+# Complete the function. It gets `reference` in fp32 and `logits` in any dtype. Return the share of rows whose
+# `argmax` differs between the two.
 
 
 # %%
