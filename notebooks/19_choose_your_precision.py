@@ -36,10 +36,10 @@ device, scale = start()  # AMP_LAB_DEVICE and AMP_LAB_SCALE override the choice
 # %% [markdown]
 # ## The idea
 #
-# The best precision depends on the hardware, so we measure. `describe_device` times a matmul in each
-# precision of the device and recommends one of them. It also multiplies numbers whose exact product is known, to find out
-# how the device rounds. <!-- tests/core/test_device.py --> Before you run this: which precision does it
-# recommend for your machine?
+# The best precision depends on the hardware, so we measure. `describe_device` times a matmul in fp32, fp16,
+# bf16 and, if the device has it, TF32. It recommends one of these precisions. It also multiplies numbers whose
+# product is known, to find out how the device rounds. <!-- tests/core/test_device.py --> Before you run this:
+# which precision does it recommend for your machine?
 
 # %% tags=["nbval-ignore-output"]
 report = describe_device(device)
@@ -56,8 +56,8 @@ assert report.values["bf16"].input_bits == 8
 # %% [markdown]
 # After the first line, each line describes a matmul in one precision:
 #
-# - **bits**: how many significant bits of an input the matmul uses. That is 24 in fp32, 11 in fp16 and
-#   TF32, and 8 in bf16.
+# - **bits**: how many significant bits of an input the matmul uses. fp32 has 24, fp16 and TF32
+#   have 11, and bf16 has 8.
 # - **subnormals**: numbers below the format's normal range. Some devices replace them by 0.
 # - **sums**: the largest error of a sum of 4,096 products. One *ulp* is the spacing of the format's numbers
 #   at the result. An ulp of bf16 is 65,536 times as large as an ulp of fp32. So half an ulp in bf16 is a much
@@ -117,8 +117,8 @@ print("T4, a model trained in bf16:", choose(turing, "infer", trained_in="bf16")
 # - **fp32** where neither is fast, such as on GTX 10, GTX 16 and Apple M1 to M4. Also use fp32, with
 #   TF32 off, where accuracy matters more than speed, for example in solvers.
 #
-# For training, use autocast and keep the weights in fp32. For inference, cast the weights once, which halves
-# their memory.
+# For training in 16 bits, use autocast and keep the weights in fp32. For inference in 16 bits, cast the weights
+# once, which halves their memory.
 #
 # For inference where both 16-bit formats are fast, `choose` returns bf16, because it does not know your
 # model's values. If they stay far below 65504, the largest number of fp16, then fp16 is usually more
@@ -131,7 +131,7 @@ print("T4, a model trained in bf16:", choose(turing, "infer", trained_in="bf16")
 #
 # ## Known problems of each device
 #
-# The list that we printed from `GPUS` does not show all of these problems:
+# Know these problems before you choose:
 #
 # - **GTX 16.** fp16 gives NaN in some models ([report](https://github.com/pytorch/pytorch/issues/58123), [another
 #   report](https://github.com/pytorch/pytorch/issues/77955)). Use fp32.
@@ -139,14 +139,14 @@ print("T4, a model trained in bf16:", choose(turing, "infer", trained_in="bf16")
 #   built](https://github.com/pytorch/pytorch/issues/190385) for these GPUs.
 # - **V100, T4 and RTX 20.** These GPUs [emulate bf16 and have no TF32](../docs/hardware.md#t4-v100-and-rtx-20). Use
 #   fp16.
-# - **MI210 and MI250.** Use bf16. Even if you choose fp16, PyTorch [casts the inputs of the matmuls in the backward
-#   pass to bf16](https://docs.pytorch.org/docs/stable/notes/numerical_accuracy.html).
-# - **Arc A.** Use bf16. Training in fp16 with a `GradScaler` needs float64, which Arc A [does not
+# - **MI210 and MI250.** Use bf16. Even if you choose fp16, PyTorch by default [casts the inputs of the matmuls in
+#   the backward pass to bf16](https://docs.pytorch.org/docs/stable/notes/numerical_accuracy.html).
+# - **Arc A.** Use bf16. `GradScaler.unscale_` uses float64, which Arc A [does not
 #   have](https://github.com/pytorch/pytorch/issues/147731).
 #   <!-- tests/notebooks/test_19_choose_your_precision.py -->
-# - **Apple M1 to M4.** Use fp32. [An M1
+# - **Apple M1 to M4.** Use fp32. Large matmuls on [an M1
 #   Pro](https://github.com/zzc0721/torch-performance-test-data/issues/191) and [an M4
-#   Max](https://github.com/zzc0721/torch-performance-test-data/issues/65) are hardly faster in fp16 than in fp32.
+#   Max](https://github.com/zzc0721/torch-performance-test-data/issues/65) were hardly faster in fp16 than in fp32.
 #   On `mps`, bf16 [needs macOS 14](https://github.com/pytorch/pytorch/issues/139386).
 # - **CPUs.** Even with AMX, bf16 [can be slower than fp32](../docs/hardware.md#is-bf16-faster-on-this-cpu) for
 #   small layers. The speed of fp16 [differs from CPU to CPU](../data/results/README.md). Use fp16 only if
@@ -159,8 +159,8 @@ print("T4, a model trained in bf16:", choose(turing, "infer", trained_in="bf16")
 # TF32 can be faster than fp32, but keeps only 11 of the 24 bits of each input. PyTorch has separate settings
 # for convolutions and for matmuls:
 #
-# - **Convolutions** use TF32 by default. `torch.backends.cudnn.allow_tf32 = False` turns it off.
-# - **Matmuls** use fp32 by default. `torch.set_float32_matmul_precision` changes this, also on some CPUs:
+# - **Convolutions** use TF32 on these GPUs by default. `torch.backends.cudnn.allow_tf32 = False` turns it off.
+# - **Matmuls** use fp32 by default. `torch.set_float32_matmul_precision` changes this:
 #
 # | `set_float32_matmul_precision` | matmuls on an NVIDIA GPU with TF32 | matmuls on a CPU, depending on the CPU |
 # |---|---|---|
@@ -169,7 +169,7 @@ print("T4, a model trained in bf16:", choose(turing, "infer", trained_in="bf16")
 # | `"medium"` | TF32 | fp32, TF32 or bf16 |
 #
 # The next cell sets each mode. It runs no matmul, so it needs no GPU. For a CPU, it shows the lowest precision
-# that PyTorch may use. Whether PyTorch uses this precision depends on the CPU. In the output, `ieee` means fp32:
+# that the mode allows. In the output, `ieee` means fp32:
 
 
 # %%
@@ -200,13 +200,13 @@ assert "tf32" not in modes()
 torch.backends.cudnn.allow_tf32 = kept  # for the next cells; leave this line out in your code
 
 # %% [markdown]
-# ### Old names and new ones
+# ### Old and new settings
 #
-# Each of these settings also has a new name, such as `torch.backends.cuda.matmul.fp32_precision`. Do not use
-# old and new names together. If you change a setting with its new name only, the old setting no longer agrees
-# with it. PyTorch then raises an error when some code reads the old setting. For example,
-# [Lightning](https://github.com/Lightning-AI/pytorch-lightning/issues/21256) reads the old setting. The next
-# cell changes the new setting and reads the old one:
+# PyTorch also has newer settings, such as `torch.backends.cuda.matmul.fp32_precision`. If you change an old
+# setting, PyTorch changes the new one too. But if you change the new one, the old one keeps its value. If the two
+# disagree, PyTorch raises an error when some code reads the old setting, as
+# [Lightning](https://github.com/Lightning-AI/pytorch-lightning/issues/21256) does. The next cell changes the new
+# setting and reads the old one:
 
 # %%
 matmul = torch.backends.cuda.matmul
@@ -223,8 +223,8 @@ assert mixed
 assert torch.get_float32_matmul_precision() == before
 
 # %% [markdown]
-# To avoid this error, use only the old settings, `torch.set_float32_matmul_precision` and
-# `torch.backends.cudnn.allow_tf32`. They change the new ones too.
+# To avoid this error, change only the old settings, `torch.set_float32_matmul_precision` and
+# `torch.backends.cudnn.allow_tf32`.
 # <!-- tests/notebooks/test_19_choose_your_precision.py -->
 #
 # ## Trained in bf16, on a GPU without it
@@ -232,7 +232,7 @@ assert torch.get_float32_matmul_precision() == before
 # Many language models were trained in bf16, whose largest number is 3.4e38. The largest number of fp16 is
 # only 65504. In the next model, the weights, inputs and outputs are below 65504, but some hidden values are
 # larger. Here, `largest_values` returns the largest magnitude that each module computes. The modules of this
-# `nn.Sequential` are called 0, 1 and 2:
+# `nn.Sequential` are called 0, 1 and 2, and `output` is the whole model:
 # <!-- tests/numerics/test_largest_values.py -->
 
 # %%
@@ -255,16 +255,16 @@ assert not in_fp16.isfinite().all()
 #
 # **Look before you cast**: call `largest_values` on some of your inputs, in fp32 or bf16. A CPU is enough.
 # As a rule of thumb, each value should be at most 32752, half of fp16's largest number, because other inputs may
-# give larger values. `amp-lab export --dtype fp16` refuses a model whose outputs in its check are NaN or infinite. <!-- tests/train/test_export.py -->
+# give larger values.
 #
 # If a value is larger, run the model in fp32, or use one of two remedies:
 #
-# - **Run the layers that compute or receive such values in fp32**, and the rest in fp16. Cast the input of the
-#   first of these layers to fp32 and the output of the last one to fp16.
+# - **Run the layers that compute or receive such values in fp32**, and the rest in fp16. Cast to fp32 before the
+#   first of these layers, and back to fp16 after the last.
 # - **Move a power of two from one linear layer to the next** (exercise 4). Divide the weight and bias of the first
-#   layer by this factor, and multiply the weight of the second layer by it. The larger weight has to fit in fp16
-#   too. A ReLU may stand between the layers, because relu(x / c) = relu(x) / c for c > 0. A GELU does not have
-#   this property. <!-- tests/notebooks/test_19_choose_your_precision.py -->
+#   layer by this factor, and multiply the weight of the second layer by it. The second weight then has to fit in
+#   fp16 too. A ReLU may stand between the layers, because relu(x / c) = relu(x) / c for c > 0. A GELU does not
+#   have this property. <!-- tests/notebooks/test_19_choose_your_precision.py -->
 #
 # ## What other frameworks call it
 #
@@ -272,11 +272,11 @@ assert not in_fp16.isfinite().all()
 #
 # - **Mixed**, such as `bf16-mixed`, usually means autocast. The weights keep their dtype, which is fp32 unless you
 #   load them in 16 bits.
-# - **True**, such as `bf16-true`, means that the weights are cast to bf16. Then the gradients and the state of
-#   torch's AdamW are in bf16 too.
-# - **Only a dtype**, such as `bf16=True`, can mean either. It means mixed in accelerate and in transformers, both
-#   without DeepSpeed. It means true in
-#   [torchtune](https://docs.pytorch.org/torchtune/stable/tutorials/memory_optimizations.html) and Keras.
+# - **True**, such as `bf16-true`, means that the weights are cast, here to bf16. Then the gradients and the state
+#   of torch's AdamW are in bf16 too.
+# - **Only a dtype**, such as `bf16=True`, can mean either. Without DeepSpeed, it means mixed in transformers. It
+#   means true in [torchtune](https://docs.pytorch.org/torchtune/stable/tutorials/memory_optimizations.html) and
+#   Keras.
 #
 # To see what a setting does, we look at the dtypes in a training step. We begin without a framework:
 
@@ -330,7 +330,7 @@ assert rows["autocast"] == ("float32", "bfloat16", "float32", "float32", "bfloat
 assert set(rows["model.to(bfloat16)"]) == {"bfloat16"}
 
 # %% [markdown]
-# Under autocast, fp32 weights, their gradients and the optimizer state stay in fp32. A model that is cast has
+# Under autocast, fp32 weights, their gradients and the state of AdamW stay in fp32. A model that is cast has
 # no fp32 weights, so rounding can remove small updates ([notebook 16](16_low_precision_state.ipynb)).
 #
 # We found the dtypes of other frameworks in the same way, on a CPU. *State* is the state of the
@@ -351,12 +351,13 @@ assert set(rows["model.to(bfloat16)"]) == {"bfloat16"}
 # | Keras `mixed_bfloat16` | fp32 | bf16 | fp32 | fp32 | bf16 |
 # | Keras `bfloat16` | bf16 | bf16 | bf16 | bf16 | bf16 |
 #
-# accelerate and Fabric wrap the model. Here, the wrapper casts the outputs to fp32. Fabric's wrapper does so with
-# `bf16-true` too. Lightning's Trainer calls the model without a wrapper, so the outputs stay in bf16.
+# accelerate and Fabric wrap the model or its `forward`. Here, the wrapper casts the outputs to fp32. Fabric's
+# wrapper does so with `bf16-true` too. Lightning's Trainer calls the model without a wrapper here, so the outputs
+# stay in bf16.
 #
 # For fp16, Lightning and Fabric have
 # [`16-mixed`](https://lightning.ai/docs/fabric/latest/fundamentals/precision.html), and transformers has
-# [`fp16=True`](https://huggingface.co/docs/transformers/en/mixed_precision_training). On a GPU, both settings
+# [`fp16=True`](https://huggingface.co/docs/transformers/en/mixed_precision_training). On a CUDA GPU, both settings
 # include a scaler.
 #
 # In version 5 of transformers, `from_pretrained` loads a model **in the dtype that its config names**. To
@@ -499,8 +500,8 @@ exercises.check_outputs(outputs)
 #
 # ### 4. Make it fit
 #
-# Complete `scale_down`. The model is a `Sequential` of a linear layer, a ReLU and a linear layer. For
-# `x` the first layer returns values beyond ±1024. Change the model in place: move a power of two from
+# Complete `scale_down`. The model is a `Sequential` of a linear layer, a ReLU and a linear layer. With the
+# input `x`, the first layer returns values beyond ±1024. Change the model in place: move a power of two from
 # the first linear layer to the last layer. Then the outputs of the first layer should stay within ±1024,
 # and the outputs of the model should not change.
 
