@@ -23,8 +23,8 @@
 #
 # **What you need.** You need no GPU. This notebook is a reference, so read only the section that you need.
 # The [index](08_when_amp_breaks.ipynb) lists all failures. The code of a failure, such as `AMP0015`,
-# stands below its heading. In the programs, `make` returns a linear layer with two inputs and two outputs,
-# and its SGD optimizer. `message_of` returns the message of the error that a call raises.
+# stands below its heading. In the programs, `make` returns a model of one linear layer, with two inputs and
+# two outputs, and its SGD optimizer. `message_of` returns the message of the error that a call raises.
 
 # %% tags=["nbval-ignore-output"]
 import io
@@ -88,11 +88,12 @@ assert moved < 2e-5
 
 # %% [markdown]
 # **Why.** The gradients were clipped while they were still multiplied by the loss scale, such as
-# 65536. `scaler.step` divides them by the scale afterwards, so they become almost zero. Adam can hide
+# 65536. In `scaler.step` they are then divided by the scale, so they become almost zero. Adam can hide
 # this, because it divides the update by the size of the gradients. If the scaler halves or doubles the scale, the
 # logged norm is halved or doubled too. <!-- tests/notebooks/test_08d_loop_and_resume.py -->
 #
-# **The fix.** Call `scaler.unscale_(optimizer)` after the backward pass and before you clip or log gradients.
+# **The fix.** Call `scaler.unscale_(optimizer)` after the last backward pass of a step, before you clip or log
+# gradients.
 
 # %%
 norm, moved = clipped_step(unscale=True)
@@ -100,8 +101,9 @@ print(f"norm before clipping {norm:.1e}, moved by {moved:.1e}")
 assert abs(moved - 1) < 1e-3  # the full length that clipping allows
 
 # %% [markdown]
-# **Not this.** Do not raise `max_norm` to the size of the scaled gradients. The scale changes during
-# training, so the limit would change with it. <!-- tests/notebooks/test_08d_loop_and_resume.py -->
+# **Not this.** Do not raise `max_norm` to the size of the scaled gradients. For the true gradients, the limit
+# would be `max_norm` divided by the scale, and the scale changes during training.
+# <!-- tests/notebooks/test_08d_loop_and_resume.py -->
 #
 # Code that reads gradients during `backward()` also gets scaled gradients, for example a hook or
 # [`wandb.watch`](https://github.com/wandb/wandb/issues/4369).
@@ -155,12 +157,12 @@ print(message)
 assert "of order 2.0 for gradients from `parameters` is non-finite" in message
 
 # %% [markdown]
-# **Why.** A gradient is infinite or NaN. In this case, clipping with `error_if_nonfinite=True` raises an error.
+# **Why.** If a gradient is infinite or NaN, so is the norm, and `error_if_nonfinite=True` raises an error.
 # With a `GradScaler`, an overflow now and then is normal, because the scaler raises the scale until a gradient
-# overflows. The overflow does no harm: `scaler.step` skips the step, and `scaler.update` lowers the scale.
+# overflows. Then `scaler.step` skips the step, and `scaler.update` lowers the scale.
 #
 # **The fix.** In fp16, pass `error_if_nonfinite=False` (PyTorch's default), and let the scaler skip the step.
-# In bf16 no scaler skips the step, so pass `error_if_nonfinite=True`, and find the cause of the infinity.
+# In bf16 without a scaler, the step is not skipped: pass `error_if_nonfinite=True`, and find the cause.
 # <!-- tests/notebooks/test_07_training_recipes.py -->
 
 # %%
@@ -168,7 +170,7 @@ assert overflowing_step(strict=False) == 32768  # half of 65536: the step was sk
 
 # %% [markdown]
 # **Not this.** Do not replace infinite gradients by finite numbers (`nan_to_num_`) before `unscale_`. The
-# scaler then finds no overflow, so it keeps the scale, and the optimizer steps with wrong gradients.
+# scaler then finds no overflow, so it does not lower the scale, and the optimizer steps with wrong gradients.
 
 # %%
 assert overflowing_step(strict=False, replace=True) == 65536
@@ -187,9 +189,9 @@ assert overflowing_step(strict=False, replace=True) == 65536
 # words = "stale cache cache_enabled frozen flat GRPO DPO"
 # -->
 #
-# **What you see.** On the same batch the loss is exactly the same in every step. (If the model has norms
-# or embeddings, the loss may still fall, because autocast does not cast their weights.) Or a
-# KL divergence from a reference model stays 0 ([a report](https://github.com/X-GenGroup/Flow-Factory/pull/186)).
+# **What you see.** On the same batch the loss is exactly the same in every step, or a KL divergence from a
+# reference model stays 0 ([a report](https://github.com/X-GenGroup/Flow-Factory/pull/186)). If the model has
+# norms or embeddings, the loss may still fall, because autocast does not cast their weights.
 # <!-- tests/notebooks/test_08d_loop_and_resume.py -->
 #
 # **The smallest program that does it.** We put a second autocast block around the whole loop.
@@ -216,12 +218,12 @@ print("one block around the loop:", *[f"{loss:.1f}" for loss in stuck])
 assert stuck[0] == stuck[1] == stuck[2]
 
 # %% [markdown]
-# **Why.** By default, autocast casts a trainable weight only once. It keeps this 16-bit copy until the
+# **Why.** In eager mode, autocast by default keeps the 16-bit copies of trainable fp32 weights until the
 # outermost block ends. Inside one block around the loop, the optimizer changes the weights, but the
 # forward pass uses the old copies.
 #
 # An outer block with `enabled=False` has the same effect. The copies also become outdated if you copy other
-# values into the weights, such as averages (EMA), between two forward passes.
+# values into the weights, such as averages (EMA), between two forward passes of one block.
 #
 # **The fix.** Open one autocast block for each forward pass, and none around the loop. End the block
 # before you step, evaluate, or load other weights.
@@ -292,20 +294,19 @@ assert with_new > 10 * with_saved
 # **Why.** Some of the run's state is missing from the checkpoint, or has wrong values.
 #
 # Missing state: <!-- tests/notebooks/test_08d_loop_and_resume.py -->
-# - Without the optimizer's state, a new Adam moves nearly every weight by the full learning rate in its first
-#   step.
+# - Without the optimizer's state, a new Adam moves weights by the full learning rate in its first step.
 # - Without the scaler's state, a new `GradScaler` starts at 65536 by default, so the first steps may overflow and be
 #   skipped.
 #
 # Wrong values: <!-- tests/notebooks/test_08d_loop_and_resume.py -->
 # - The model was saved with `.half()`. A running variance of 100,000 becomes infinite in fp16.
 # - The *optimizer's* state was saved in bf16. Adam's `step` is a tensor too. In bf16, 301 is rounded to 300, and
-#   300 + 1 is rounded to 300 again, so Adam no longer counts its steps. After you load such a state, set each
-#   `step` in `optimizer.state` to the true number, as an fp32 tensor.
+#   300 + 1 is rounded to 300 again, so Adam by default no longer counts its steps. After you load such a state,
+#   set each `step` in `optimizer.state` to the true number, as an fp32 tensor.
 # - The checkpoint contained NaN already, for example in [buffers of batch
 #   normalisation](08a_values.ipynb#Training-is-fine-but-evaluation-is-NaN).
 #
-# **The fix.** Save and load everything that a step changes: model, optimizer, scaler, learning rate
+# **The fix.** Save and load everything that a step changes, such as model, optimizer, scaler, learning rate
 # scheduler, random state, and the position in the data. Save each tensor in the dtype that it has in
 # training. Create the scaler once, not in each epoch.
 
@@ -321,8 +322,8 @@ assert step == step + 1 == 300
 # **Not this.** If loading the optimizer's state makes the loss NaN, do not start with a new optimizer: its
 # first steps can be too large. Repair the state or its dtype.
 #
-# **Notice it earlier.** Before you save, check that all parameters and buffers are finite. Run `amp-lab
-# migrate` on your training script: it reports a checkpoint that is saved without the state of the scaler.
+# **Notice it earlier.** Before you save, check that all parameters and buffers are finite. `amp-lab migrate`
+# searches a training script for checkpoints without the state of the scaler.
 # <!-- tests/remedies/test_migrate_remedies.py -->
 
 # %% [markdown]
@@ -368,9 +369,9 @@ print(message)
 assert "expected dtype float for `end` but got dtype c10::BFloat16" in message
 
 # %% [markdown]
-# **Why.** The model was cast after the optimizer's first step, or after the average was created. The moments of
-# the optimizer, or the averaged weights, therefore have a different dtype from the weights. By default, Adam
-# uses `lerp`, which refuses two dtypes.
+# **Why.** The moments of the optimizer, or the averaged weights, have a different dtype from the weights, for
+# example because the model was cast after the optimizer's first step. By default, Adam uses `lerp`, which refuses
+# two dtypes.
 #
 # **The fix.** Cast the model first, then create the optimizer and the average, and load their states last.
 # If you use autocast, do not cast the model at all. For an fp32 average of bf16 weights, cast in the
@@ -383,11 +384,11 @@ assert adam.state[model.weight]["exp_avg"].dtype is torch.bfloat16
 
 # %% [markdown]
 # **Not this.** Do not load fp32 state into the optimizer of an fp16 model. `load_state_dict` casts the
-# moments to the dtype of the weights. In fp16, small second moments and the epsilon of 1e-8 become 0, so Adam
-# divides by 0, unless it is fused. Keep the weights in fp32, and use autocast.
+# moments to the dtype of the weights. In fp16, small second moments and the epsilon of 1e-8 become 0. By default,
+# Adam then divides by 0. Keep the weights in fp32, and use autocast.
 # <!-- tests/notebooks/test_08d_loop_and_resume.py -->
 #
-# We load a second moment of 1e-13 into the optimizer of an fp16 model:
+# We load a second moment of 1e-13 into the optimizers of an fp16 and of an fp32 model:
 
 # %%
 weight = nn.Parameter(torch.ones(1))
@@ -404,7 +405,7 @@ for dtype in (torch.float16, torch.float32):
     assert weight.isfinite().all() == (dtype is torch.float32)
 
 # %% [markdown]
-# **Notice it earlier.** After loading, compare the dtypes of the weights and of the optimizer's state.
+# **Notice it earlier.** After you cast the model, compare the dtypes of its weights and of the optimizer's moments.
 
 # %% [markdown]
 # ## The state of the scaler cannot be loaded
@@ -471,8 +472,8 @@ assert scaler.get_scale() == 1024
 #
 # **What you see.** `torch.load` raises `Weights only load failed.` Further down the message says
 # `Unsupported global: GLOBAL torch.amp.grad_scaler.GradScaler was not an allowed global by default.`
-# A checkpoint of DeepSpeed names [its own
-# class](https://github.com/modelscope/ms-swift/issues/5808) instead.
+# For a checkpoint of DeepSpeed, the message names [a class of
+# DeepSpeed](https://github.com/modelscope/ms-swift/issues/5808) instead.
 #
 # **The smallest program that does it.** We save the scaler itself.
 
@@ -507,7 +508,7 @@ state = saved_and_loaded({"scaler": scaler.state_dict(), "dtype": torch.float16}
 assert state["scaler"]["scale"] == 65536
 
 # %% [markdown]
-# **Not this.** Do not pass `weights_only=False` for a file from somebody else: the file can run any code on
+# **Not this.** Do not pass `weights_only=False` for a file from somebody else: loading it can run any code on
 # your machine.
 
 # %% [markdown]
