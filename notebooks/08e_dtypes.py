@@ -23,8 +23,10 @@
 #
 # **What you need.** You need no GPU. This notebook is a reference, so read only the section that you need.
 # The [index](08_when_amp_breaks.ipynb) lists all failures. The code of a failure, such as `AMP0015`,
-# stands below its heading.  **The names of dtypes.** Here, *half precision* means fp16 or bf16. In the
-# messages, `Half` is only fp16, `Float` is fp32, `Double` is float64, `Long` is int64 and `Byte` is uint8.
+# stands below its heading.
+#
+# **The names of dtypes.** Here, *half precision* means fp16 or bf16. In the messages, `Half` is only fp16,
+# `Float` is fp32, `Double` is float64, `Long` is int64 and `Byte` is uint8.
 # <!-- tests/notebooks/test_08e_dtypes.py -->
 
 # %% tags=["nbval-ignore-output"]
@@ -103,14 +105,14 @@ def refusals(calls, *inputs):
 # words = "linear matmul bmm baddbmm einsum tensordot conv2d lerp huber_loss mse_loss bce criterion head"
 # -->
 #
-# **What you see.** An op after the autocast block raises one of these errors. The first message names the dtype
-# of the input first and the dtype of the weights second: <!-- tests/notebooks/test_08e_dtypes.py -->
+# **What you see.** An op after the autocast block raises one of these errors. If a layer raises the first one,
+# the dtype of the input stands first and that of the weights second: <!-- tests/notebooks/test_08e_dtypes.py -->
 # - `mat1 and mat2 must have the same dtype, but got Half and Float`
 # - `expected scalar type Half but found Float`
 # - `Found dtype Float but expected Half`, raised by the backward pass of a loss
 #   ([report](https://github.com/pytorch/pytorch/issues/50941))
 # - ``expected dtype c10::Half for `end` but got dtype float``, raised by `lerp`. If `optimizer.step()` raises
-#   this error, see [notebook 08d](08d_loop_and_resume.ipynb#After-resuming-the-loss-jumps-or-is-NaN).
+#   this error, see [notebook 08d](08d_loop_and_resume.ipynb#Weights-and-optimizer-state-have-different-dtypes).
 #
 # **The smallest program that does it.** We compute a tensor in an autocast block and use it after the block.
 
@@ -138,11 +140,11 @@ for dtype in HALF:
 # where autocast no longer casts inputs. The next op therefore gets a half-precision tensor and an fp32 tensor.
 #
 # In these cases, the cause is different:
-# - The message says `Float and Half`: [the model is in half precision but its input is
+# - The message of a layer says `Float and Half`: [the model is in half precision but its input is
 #   fp32](#The-model-is-in-half-precision-but-its-input-is-fp32).
 # - The message says `BFloat16 and Half`: [fp16 and bf16 are mixed in one
 #   model](#fp16-and-bf16-are-mixed-in-one-model).
-# - The message names `Double`, `Long` or `Byte`: [the input is float64 or an
+# - The message names `Double`, `Long` or `Byte`: [one tensor is float64 or an
 #   integer](#The-input-is-float64-or-an-integer).
 # - The message starts with `self and mat2`, in a layer: its weight and its bias have different dtypes.
 #   <!-- tests/notebooks/test_08e_dtypes.py -->
@@ -152,8 +154,8 @@ for dtype in HALF:
 # Inside the block, `addmm_` raises these errors too: use `addmm`, which returns a new tensor.
 # <!-- tests/remedies/test_dtype_remedies.py -->
 #
-# **The fix.** Move the line that fails into the autocast block. Or convert the tensors that leave the block
-# to fp32 with `.float()`.
+# **The fix.** Convert the tensors that leave the block to fp32 with `.float()`. If a linear layer or a
+# convolution fails, you can also move it into the autocast block.
 #
 # **Not this.** Do not call `model.half()` to make the dtypes match. Weights in fp16 lose small updates.
 
@@ -417,8 +419,8 @@ for options in ({}, {"cast_inputs": torch.float32}):
 
 # %% [markdown]
 # Activation checkpointing that you write yourself can give worse gradients without an error message. If your
-# code stores only whether autocast was on, the backward pass recomputes the layers in autocast's default dtype
-# (fp16 on CUDA, bf16 on a CPU). Store `torch.get_autocast_dtype(device_type)` too, or use
+# code stores only whether autocast was on, a backward pass after the block recomputes the layers in autocast's
+# default dtype (fp16 on CUDA, bf16 on a CPU). Store `torch.get_autocast_dtype(device_type)` too, or use
 # `torch.utils.checkpoint.checkpoint(…, use_reentrant=False)`. <!-- tests/remedies/test_migrate_remedies.py -->
 #
 # Autocast does not cast the inputs of a kernel without a rule for autocast, such as an op that you define with
@@ -490,9 +492,9 @@ assert "mat1 and mat2 must have the same dtype, but got BFloat16 and Half" in me
 assert "Unexpected floating ScalarType in at::autocast::prioritize" in messages[1]
 
 # %% [markdown]
-# **Why.** An op gets one fp16 tensor and one bf16 tensor. If the weights are in
-# fp32, look for a bf16 autocast block inside an fp16 block, or the reverse: nested blocks share a cache of
-# cast weights.
+# **Why.** An op gets an fp16 tensor and a bf16 tensor, or its inputs have the other 16-bit dtype than the
+# autocast block. If the weights are in fp32, look for a bf16 autocast block inside an fp16 block, or the reverse:
+# nested blocks share a cache of cast weights.
 #
 # In our program, the inner block casts the input to bf16 but takes an fp16 weight from the cache.
 #
@@ -505,7 +507,7 @@ assert "Unexpected floating ScalarType in at::autocast::prioritize" in messages[
 # `cache_enabled=False`.
 #
 # **Not this.** Do not convert a bf16 model to fp16 to make the dtypes match. Weights and
-# [activations](08a_values.ipynb#The-loss-is-NaN-because-an-activation-exceeds-65504) above 65504 become
+# [activations](08a_values.ipynb#The-loss-is-NaN-because-an-activation-exceeds-65504) of 65520 or more become
 # infinite.
 
 # %%
@@ -584,9 +586,9 @@ with torch.autocast("cpu", dtype=torch.bfloat16):
 assert "but got Double and BFloat16" in message
 
 # %% [markdown]
-# **Why.** The input is float64 or an integer, but the weights are fp32. `torch.from_numpy` keeps the dtype
-# of the array. NumPy's floating-point arrays are float64 by default. Autocast does not cast float64 or
-# integers. <!-- tests/notebooks/test_02_autocast_dtypes.py -->
+# **Why.** The input is float64 or an integer, but the weights are fp32. Or the class targets of `cross_entropy`
+# are floats. `torch.from_numpy` keeps the dtype of the array. NumPy's floating-point arrays are float64 by default.
+# Autocast does not cast float64 or integers. <!-- tests/notebooks/test_02_autocast_dtypes.py -->
 #
 # **The fix.** Convert the input where you load it, with `torch.from_numpy(array).float()`. Convert the class
 # targets of `cross_entropy` with `.long()`.
