@@ -61,8 +61,8 @@ device, scale = start()  # AMP_LAB_DEVICE and AMP_LAB_SCALE override the choice
 # -->
 #
 # **What you see.** Under autocast on CUDA or XPU, the loss raises
-# `torch.nn.functional.binary_cross_entropy and torch.nn.BCELoss are unsafe to autocast.` The same line runs on
-# a CPU and on MPS. <!-- tests/notebooks/test_08f_ops_and_devices.py -->
+# `torch.nn.functional.binary_cross_entropy and torch.nn.BCELoss are unsafe to autocast.` Under autocast on a CPU
+# or on MPS, the same line runs. <!-- tests/notebooks/test_08f_ops_and_devices.py -->
 #
 # **The smallest program that does it.** We use autocast's rules for CUDA on fake tensors
 # (`cuda_rules`), which need no GPU.
@@ -80,8 +80,8 @@ if torch.cuda.is_available():  # the real thing
 
 # %% [markdown]
 # **Why.** For a target of 1 and a probability p, the gradient of this loss is -1/p. If p is in fp16, its
-# gradient is in fp16 too, and overflows for a small p. For this reason, autocast on CUDA and XPU [refuses the
-# loss](https://docs.pytorch.org/docs/stable/amp.html). It does not check the dtype, so it refuses fp32 inputs too.
+# gradient is in fp16 too, and can overflow for a small p. For this reason, autocast on CUDA and XPU [refuses the
+# loss](https://docs.pytorch.org/docs/stable/amp.html), even for fp32 inputs.
 #
 # **The fix.** Remove the sigmoid, and pass the logits to `nn.BCEWithLogitsLoss`. Autocast on CUDA computes this
 # loss in fp32. Where you need probabilities, compute them with `logits.float().sigmoid()`. If you must keep
@@ -89,8 +89,8 @@ if torch.cuda.is_available():  # the real thing
 # `with torch.autocast("cuda", enabled=False):`. <!-- tests/notebooks/test_08f_ops_and_devices.py -->
 #
 # **Not this.** Do not pass probabilities to `nn.BCEWithLogitsLoss`, which applies a second sigmoid. The
-# message disappears, but even a perfect prediction has a loss of at least 0.31. Do not call `.float()` on
-# fp16 probabilities either: the gradient of a small one becomes inf.
+# message disappears, but even a perfect prediction has a loss of at least 0.31. `.float()` on fp16 probabilities
+# does not help either: their gradient is cast back to fp16, where it can overflow.
 
 # %%
 with cuda_rules():
@@ -157,19 +157,20 @@ with cuda_rules():
 
 # %% [markdown]
 # **Why.** The op has no kernel for this dtype on this device. Under autocast, the layer before the op often
-# returns 16 bits. Autocast casts the input of the op back to fp32 only if the op is on autocast's fp32 list.
+# returns 16 bits. Autocast casts them back to fp32 for the ops on its fp32 list.
 #
 # Each device has its own list. The quantile and the inverse are on the list of the CPU, but not on that of CUDA.
 # The determinant is on neither list. <!-- tests/notebooks/test_08f_ops_and_devices.py -->
 #
 # **The fix.** Call `.float()` on the input of this op. If the next layer needs 16 bits, cast the result back.
 #
-# If the message stays, the op probably contains a matrix multiplication, as `torch.sparse.mm` and
-# [`torch.pca_lowrank`](https://github.com/pytorch/pytorch/issues/99710) do. Autocast then casts the input to 16
-# bits again. Run the op inside `with torch.autocast(device_type, enabled=False):`, and keep the `.float()`.
+# If the op still runs in 16 bits, it probably contains a matmul, as `torch.sparse.mm` and
+# [`torch.pca_lowrank`](https://github.com/pytorch/pytorch/issues/99710) do: autocast casts the input of the
+# matmul to 16 bits again. Run the op inside `with torch.autocast(device_type, enabled=False):`, and keep the
+# `.float()`.
 #
-# **Not this.** Do not compute a Gram or covariance matrix in 16 bits and cast it afterwards. Its values are
-# already rounded, so it may no longer be positive definite. Switch autocast off and call `.float()` before
+# **Not this.** Before a Cholesky decomposition, do not compute the Gram or covariance matrix in 16 bits and cast it
+# afterwards: the rounded matrix may no longer be positive definite. Switch autocast off and call `.float()` before
 # the matmul.
 
 # %%
@@ -188,8 +189,8 @@ assert "not positive-definite" in message_of(lambda: torch.linalg.cholesky(round
 assert torch.linalg.cholesky(data.T @ data).isfinite().all()
 
 # %% [markdown]
-# **Notice it earlier.** Run `amp-lab xray --real` on [your model](../docs/your_model.md). It runs the model on
-# your device, and reports an op that has no kernel. <!-- tests/remedies/test_dtype_remedies.py -->
+# **Notice it earlier.** `amp-lab xray --real` runs [your model](../docs/your_model.md) on the device itself, and
+# reports an op that has no kernel. <!-- tests/remedies/test_dtype_remedies.py -->
 
 # %% [markdown]
 # ## NumPy does not know bf16
@@ -220,17 +221,16 @@ print(message_of(prediction.numpy))
 print(message_of(lambda: np.from_dlpack(prediction)))
 
 # %% [markdown]
-# **Why.** NumPy supports neither bf16 nor FP8. <!-- tests/notebooks/test_08f_ops_and_devices.py -->
+# **Why.** NumPy itself has neither bf16 nor FP8. <!-- tests/notebooks/test_08f_ops_and_devices.py -->
 #
 # **The fix.** Convert to fp32 first: `prediction.detach().float().cpu().numpy()`. `tolist()` needs no
 # conversion.
 #
-# To keep every bit, view the tensor as 16-bit integers: `prediction.view(torch.int16).numpy()`. To convert an
+# To keep every bit, view the tensor as 16-bit integers: `prediction.cpu().view(torch.int16).numpy()`. To convert an
 # array of `ml_dtypes.bfloat16` to a tensor, for example an array from JAX, write
 # `torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)`.
 #
-# **Not this.** Do not convert with `.half().numpy()`: numbers of 65520 or more become infinite, and NumPy
-# then also computes in fp16.
+# **Not this.** Do not convert with `.half().numpy()`: numbers of 65520 or more become infinite.
 
 # %%
 assert prediction.float().numpy().dtype == "float32"
@@ -269,17 +269,17 @@ assert (prediction.half().numpy() + 1).dtype == "float16"
 # words = "mps xpu npu hip rocm meta hpu privateuseone device_type maybe_autocast rotary nnsight"
 # -->
 #
-# **What you see.** `torch.autocast(...)` raises one of these errors:
+# **What you see.** `torch.autocast(...)` gives one of these messages:
 # - `User specified an unsupported autocast device_type 'meta'`, or another device type
 # - `unsupported scalarType`
 # - ``Expected `device_type` of type `str`, got``, followed by a type
+# - `In MPS autocast, but the target dtype is not supported. Disabling autocast.`, which is only a warning
 #
-# `torch.is_autocast_enabled` raises `unknown device type for autocast`. Or `torch.autocast` only warns:
-# `In MPS autocast, but the target dtype is not supported. Disabling autocast.`
+# Or `torch.is_autocast_enabled` raises `unknown device type for autocast`.
 #
-# **The smallest program that does it.** We open autocast for the device `meta`, first with a dtype and then
-# without one. We also call `torch.is_autocast_enabled("meta")`. Then we pass a `torch.device` instead of its
-# type. Finally, we open autocast in fp32 on MPS.
+# **The smallest program that does it.** We call `torch.autocast` for the device `meta`, first with a dtype and
+# then without one. We ask whether autocast is enabled for `meta`. Then we pass a `torch.device` instead of a
+# string. Finally, we ask for fp32 on MPS.
 
 # %%
 print(message_of(lambda: torch.autocast("meta", dtype=torch.bfloat16)))
@@ -290,17 +290,17 @@ print(warnings_of(lambda: torch.autocast("mps", dtype=torch.float32)))
 
 # %% [markdown]
 # **Why.** `torch.autocast` takes the type of a device as a string, such as `"cuda"`, `"cpu"`, `"mps"` or `"xpu"`.
-# Some types, such as `"meta"`, have no autocast. On a CPU, MPS or XPU, the dtype has to be fp16 or bf16. If you ask
-# for fp32, autocast warns and switches itself off. CUDA also accepts fp32.
+# Some types, such as `"meta"`, have no autocast, and no default dtype for it. On a CPU, MPS or XPU, the dtype has
+# to be fp16 or bf16. If you ask for fp32, autocast warns and switches itself off. CUDA also accepts fp32.
 # <!-- tests/notebooks/test_08f_ops_and_devices.py -->
 #
 # On AMD's GPUs the type is [`"cuda"`](https://docs.pytorch.org/docs/stable/notes/hip.html), not `"hip"`. MPS
 # has autocast for fp16 from torch 2.5 on, and for bf16 from 2.6 on
 # ([Accelerate](https://github.com/huggingface/accelerate/blob/main/src/accelerate/accelerator.py)).
 #
-# **The fix.** Pass `tensor.device.type`, not `str(tensor.device)`, and name the dtype. To run a block in
-# fp32, write `enabled=False`, not `dtype=torch.float32`, and call `.float()` on the inputs of the block. If you do
-# not know whether the device has autocast, check `torch.amp.is_autocast_available(device_type)` first.
+# **The fix.** Pass `tensor.device.type`, not `str(tensor.device)`. To run a block in fp32, write
+# `enabled=False`, not `dtype=torch.float32`, and call `.float()` on the inputs of the block. If you do not know
+# whether the device has autocast, check `torch.amp.is_autocast_available(device_type)` first.
 
 
 # %%
@@ -358,7 +358,8 @@ assert warnings_of(lambda: torch.autocast("mps", enabled=False)) == ""
 # - `Feature '.bf16' requires .target sm_80 or higher`, from Triton, which `torch.compile` uses ([on a
 #   T4](https://github.com/unslothai/unsloth/issues/501))
 #
-# **The smallest program that does it.** We replace two functions of PyTorch, to imitate a GPU without bf16.
+# **The smallest program that does it.** We replace two functions of PyTorch, to imitate a GPU that neither has
+# nor emulates bf16.
 
 # %%
 without_bf16 = mock.patch.multiple(
@@ -385,8 +386,8 @@ with without_bf16:
 # **Not this.** Do not choose bf16 because `torch.cuda.is_bf16_supported()` returns True: it also returns True
 # on a GPU that only emulates bf16. On an NVIDIA GPU, pass `including_emulation=False`.
 # <!-- tests/notebooks/test_19_choose_your_precision.py --> On an AMD GPU, the function can return True in spite
-# of this argument ([on an RX 6600](https://github.com/unslothai/unsloth/pull/7682)). Look into AMD's table, linked
-# above.
+# of this argument ([on an RX 6600](https://github.com/unslothai/unsloth/pull/7682)). Look the GPU up in [AMD's
+# table](https://rocm.docs.amd.com/projects/HIP/en/docs-6.3.2/reference/hardware_features.html).
 #
 # **Notice it earlier.** To measure which dtypes are fast on your GPU, run `amp-lab doctor`.
 # <!-- tests/core/test_device.py -->
@@ -439,8 +440,9 @@ if torch.cuda.is_available():
 # with two fp16 parts (`ComplexHalf`). CUDA has no matmul for these numbers.
 # <!-- tests/tracing/test_kernel_limits.py -->
 #
-# **The fix.** Call `.float()` on the input of the transform. Compute the power of the spectrum and its logarithm
-# in fp32. Then cast the logarithm to the dtype of the next layer.
+# **The fix.** Run the transform inside `with torch.autocast(device_type, enabled=False):`, and call `.float()` on
+# its input. In the same block, run the matmuls of the spectrum, and compute its power and the logarithm of the
+# power. Then cast the result to the dtype of the next layer.
 #
 # `model.half()` also casts the buffers of a module, such as the window of a spectrogram. *After* `model.half()`,
 # call `.float()` on the module that computes the spectrogram.
@@ -454,9 +456,7 @@ assert torch.fft.rfft(signal.half().float()).dtype is torch.complex64
 assert torch.fft.rfft(torch.ones(512)).abs().square().max() > 65504
 
 # %% [markdown]
-# **Notice it earlier.** Search the code of the model for `torch.fft` and `stft`. Run these lines inside
-# `with torch.autocast(device_type, enabled=False):`, with `.float()` on the input. If a matmul of the spectrum
-# follows, run it in the same block.
+# **Notice it earlier.** Search the code of the model for `torch.fft` and `stft`.
 
 # %% [markdown]
 # ## MPS has no float64
@@ -530,11 +530,11 @@ assert weights.float().to(device).dtype is torch.float32
 # -->
 #
 # **What you see.** The package `flash-attn`, or PyTorch's copy of its kernel, raises
-# `FlashAttention only support fp16 and bf16 data type`. We quote it from its
-# [source](https://github.com/Dao-AILab/flash-attention/blob/main/csrc/flash_attn/flash_api.cpp).
+# `FlashAttention only support fp16 and bf16 data type`
+# ([its source](https://github.com/Dao-AILab/flash-attention/blob/main/csrc/flash_attn/flash_api.cpp)).
 #
-# **The smallest program that does it.** The kernel needs a GPU. We show without a GPU how q becomes fp32: inside
-# an autocast block, we multiply q by fp32 cosines, as in a rotary embedding.
+# **The smallest program that does it.** The kernel needs a GPU, so we only show how q becomes fp32: inside an
+# autocast block, we multiply it by fp32 cosines, as in a rotary embedding.
 
 # %%
 cosines = torch.ones(2)  # fp32, as rotary embeddings often keep them
@@ -545,9 +545,9 @@ print(f"v is {v.dtype}, q is {q.dtype}")
 assert q.dtype is torch.float32
 
 # %% [markdown]
-# **Why.** The kernel takes only fp16 and bf16, and autocast does not cast the inputs of this package. One
-# usual cause is an fp32 model that runs without autocast. Another cause is a norm or a rotary embedding that
-# returns q and k in fp32, even under autocast.
+# **Why.** This kernel takes only fp16 and bf16, and autocast does not cast its inputs. One usual cause is an
+# fp32 model that runs without autocast. Another cause is a norm or a rotary embedding that returns q and k in
+# fp32, even under autocast.
 #
 # **The fix.** Cast q, k and v to one 16-bit dtype right before the call. Or call
 # `F.scaled_dot_product_attention` under autocast, which casts q, k and v. For inference with transformers, load the
@@ -609,16 +609,15 @@ tokens = torch.rand(1, 2, 16, 64)  # batch, heads, tokens, features
 print(message_of(lambda: xray(FlashOnly(), tokens, dtype=torch.float32)).split(";")[0])
 
 # %% [markdown]
-# **Why.** None of the kernels that `sdpa_kernel` allows supports this call. On NVIDIA GPUs, the flash attention and
-# cuDNN kernels need an Ampere GPU or newer, and support only fp16 and bf16. If training works, the cause is often a
-# call outside autocast, for example in the evaluation. Its inputs are then in fp32.
+# **Why.** None of the allowed kernels supports this call. On NVIDIA GPUs, the flash attention and cuDNN kernels by
+# default need an Ampere GPU or newer, and support only fp16 and bf16. If training works, the cause is often a call
+# outside autocast, with fp32 inputs, for example in the evaluation.
 #
 # **The fix.** Run the call under autocast, or cast q, k and v to fp16 or bf16. If you need fp32, also allow
 # `SDPBackend.EFFICIENT_ATTENTION`. If no other kernel supports your call, allow `SDPBackend.MATH`. It has none of
 # these limits. <!-- tests/tracing/test_kernel_limits.py -->
 #
-# With `dtype=torch.bfloat16`, X-ray runs the model under autocast. If an error occurs only under
-# autocast, the result stores it in `raised`. Here no error occurs:
+# With `dtype=torch.bfloat16`, X-ray runs the model under autocast. Then no error is raised:
 
 # %%
 assert not xray(FlashOnly(), tokens, dtype=torch.bfloat16).raised

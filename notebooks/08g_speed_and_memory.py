@@ -289,7 +289,7 @@ assert amp > 50 * fp32
 
 # %% [markdown]
 # **Why.** Autocast makes activations smaller, but not the weights, gradients and optimizer state. With
-# Adam these take 16 bytes per parameter in fp32, and autocast adds a 16-bit copy of the weights. A
+# Adam these take 16 bytes per parameter in fp32, and autocast adds 16-bit copies of weights. A
 # large model with a small batch can therefore need more memory than in fp32.
 # <!-- tests/notebooks/test_08g_speed_and_memory.py -->
 #
@@ -300,8 +300,8 @@ assert amp > 50 * fp32
 # memory, use gradient checkpointing. If weights and Adam's state fill the memory, use an optimizer with
 # less state, LoRA or sharding (FSDP). <!-- tests/remedies/test_memory_remedies.py -->
 #
-# **Not this.** Do not train with `model.bfloat16()` to save memory. Without fp32 weights, small updates
-# are rounded away ([notebook 16](16_low_precision_state.ipynb#Weights-in-bf16)).
+# **Not this.** Do not train with `model.bfloat16()` to save memory. PyTorch's optimizers then round small
+# updates away ([notebook 16](16_low_precision_state.ipynb#Weights-in-bf16)).
 
 # %%
 many = torch.ones(2048, 512)
@@ -314,7 +314,7 @@ assert (h * gate.to(h.dtype)).dtype is torch.bfloat16
 assert torch.tensor(1.0).bfloat16() + 1e-3 == 1  # an update of a bf16 weight
 
 # %% [markdown]
-# **Notice it earlier.** `amp-lab memory` forecasts the memory of a training step in each precision.
+# **Notice it earlier.** `amp-lab memory` forecasts the memory of a training step in fp32, fp16 and bf16.
 # <!-- tests/tracing/test_memory.py -->
 
 # %% [markdown]
@@ -357,9 +357,8 @@ assert kept == 4  # weight and bias once, the input twice
 assert freed == 6  # all of them twice
 
 # %% [markdown]
-# **Why.** The weights stay in fp32, and autocast makes a 16-bit copy of each. By
-# default, under `torch.no_grad()`, autocast keeps the copies of weights that require a gradient until the outermost
-# autocast block ends. <!-- tests/notebooks/test_02_autocast_dtypes.py -->
+# **Why.** The weights stay in fp32, and autocast adds 16-bit copies. In eager mode under `torch.no_grad()`, it by
+# default keeps the copies of weights that require a gradient until the outermost autocast block ends. <!-- tests/notebooks/test_02_autocast_dtypes.py -->
 #
 # **The fix.** Use `torch.inference_mode()` or `torch.autocast(…, cache_enabled=False)`, which keep no
 # copies. A model that only runs inference needs no autocast: cast it once with `model.bfloat16()`,
@@ -454,7 +453,8 @@ with torch.no_grad():
 torch.testing.assert_close(larger(x)[:, :5], head(x))
 
 # %% [markdown]
-# **Notice it earlier.** On a GPU, `amp-lab xray` lists large matmuls whose sizes are not multiples of 8.
+# **Notice it earlier.** Under autocast for a GPU, `amp-lab xray` reports large matmuls whose sizes are not
+# multiples of 8.
 # <!-- tests/tracing/test_advice.py -->
 
 # %% [markdown]
@@ -518,8 +518,8 @@ assert torch.cuda.OutOfMemoryError is torch.OutOfMemoryError
 #   `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True` ([other
 #   names](../docs/memory_in_practice.md#pytorch_cuda_alloc_conf-or-pytorch_alloc_conf)).
 #
-# **The fix.** Use a smaller batch and accumulate gradients: divide each loss by the number of batches. You can
-# also use gradient checkpointing. Load checkpoints with `map_location="cpu"`. `amp-lab memory my_model.py:MODEL
+# **The fix.** Use a smaller batch and accumulate gradients: divide each loss by the number of batches in a
+# step. You can also use gradient checkpointing. Load checkpoints with `map_location="cpu"`. `amp-lab memory my_model.py:MODEL
 # --input 8,3,224,224 --memory 24GiB` forecasts the largest batch. If the step does not fit, the command also says
 # how much other settings save. <!-- tests/tracing/test_largest_batch.py --> <!-- tests/remedies/test_memory_remedies.py -->
 #
