@@ -244,11 +244,11 @@ assert attend(v, hidden & ~nowhere).tolist() == [[1, 1], [1, 1]]
 
 # %% [markdown]
 # PyTorch changed `F.scaled_dot_product_attention` in [pull request
-# 133882](https://github.com/pytorch/pytorch/pull/133882). In two cases, a module can still return NaN:
+# 133882](https://github.com/pytorch/pytorch/pull/133882). A module can still return NaN:
 # <!-- tests/notebooks/test_08a_values.py -->
 #
-# - `nn.MultiheadAttention` returns its weights, as it does by default: pass `need_weights=False`;
-# - `nn.MultiheadAttention` or `nn.TransformerEncoderLayer` runs in evaluation without gradients: call
+# - if `nn.MultiheadAttention` returns its weights, which is the default: pass `need_weights=False`;
+# - if `nn.MultiheadAttention` or `nn.TransformerEncoderLayer` runs in evaluation without gradients: call
 #   `torch.backends.mha.set_fastpath_enabled(False)`.
 #
 # **Not this.** Do not apply `nan_to_num` to the output of attention: the output is then finite, but the

@@ -225,8 +225,8 @@ assert torch.equal(model[0].weight.grad, x.expand(2, 2))  # right, in this versi
 # Before [the fix](https://github.com/pytorch/pytorch/pull/165068), which torch 2.11 has, these copies had no autograd
 # history. A later pass in the same block used these copies, so the weights got no gradient.
 #
-# **The fix.** Close the autocast block after the evaluation and open another one for training, or update
-# PyTorch.
+# **The fix.** Close the outermost autocast block after the evaluation and open another one for training, or
+# update PyTorch.
 
 # %% [markdown]
 # ## The scaler runs with bf16, or the dtype is not the one you meant
