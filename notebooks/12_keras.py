@@ -116,7 +116,7 @@ assert layers.Dense(3).compute_dtype == "float16"
 #
 # Autocast chooses a dtype for each op. [On
 # CUDA](https://docs.pytorch.org/docs/stable/amp.html#cuda-op-specific-behavior), by default, it runs a matrix
-# multiplication in float16 and a sum in float32. A policy applies to a whole layer.
+# multiplication in float16 and a sum in float32. A policy has one compute dtype for a layer.
 #
 # So under `mixed_float16`, a layer that you write computes in float16 by default. Keras's batch normalization
 # [casts its input to
@@ -406,7 +406,7 @@ for wrong in ({"dynamic": False}, {"loss_scale": "dynamic"}):
 #
 # - A policy names the dtype in which a layer computes and the dtype of its weights. Mixed policies keep
 #   float32 weights. You set a policy for new layers or for one layer.
-# - A policy applies to a whole layer, while autocast chooses a dtype for each op.
+# - A policy has one compute dtype for a layer, while autocast chooses a dtype for each op.
 # - Keep the last layer in float32, without an activation, and use a loss with `from_logits=True`.
 # - By default, `compile` adds a loss scale to a plain optimizer if the model's policy is `mixed_float16`. If only
 #   the layers have that policy, wrap the optimizer yourself.

@@ -563,8 +563,8 @@ exercises.check_limits(update_within)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# Call `scaler.update()` first, because it checks whether the step was good. The table of options above
-# shows how to set a scale afterwards.
+# Call `scaler.update()` first, because it may change the scale. The table of options above shows how to set a
+# scale afterwards.
 #
 # </details>
 #
