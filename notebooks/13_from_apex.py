@@ -479,7 +479,7 @@ folder.cleanup()
 # - With Adam, a parameter of a linear layer takes 20 bytes at O2 during the optimizer step, because O2 stores
 #   fp16 and fp32 weights. With autocast it takes 16.
 # - O3 is `model.half()` with fp16 inputs. It loses small updates, and our second loss was NaN.
-# - In the loop, `scale_loss` becomes `scale(loss).backward()`, and `optimizer.step()` becomes
+# - In a loop at O1 or O2, `scale_loss` becomes `scale(loss).backward()`, and `optimizer.step()` becomes
 #   `scaler.step(optimizer)`. Call `unscale_` before you clip, and `update` after the step.
 # - When you move from `torch.cuda.amp`, always pass the dtype, and pass the device as the first argument.
 # - In an Apex checkpoint, the scaler's `_growth_tracker` is called `unskipped`. At O2 the master weights are

@@ -416,8 +416,8 @@ assert zeros["INT8"] > 0.1 > zeros["INT8, no zero"] == 0
 # the weights and the loss grow until the loss is NaN. The format without a zero stores a small square as its
 # smallest number.
 #
-# [torchao's optimizers](https://github.com/pytorch/ao/tree/main/torchao/optim) store the state in few bits. The
-# format of `AdamW8bit` has a zero, but also [many numbers close to
+# [torchao's low-bit optimizers](https://github.com/pytorch/ao/tree/main/torchao/optim) store the state in few
+# bits. The format of `AdamW8bit` has a zero, but also [many numbers close to
 # zero](https://github.com/pytorch/ao/blob/main/torchao/optim/quant_utils.py), so few squares become 0. In your
 # own code, replace only the optimizer. For weights in bf16, set `bf16_stochastic_round=True`:
 #
