@@ -351,7 +351,7 @@ assert stayed[1e-3] > 0.5
 #
 # - Keep the adapter separate.
 # - Merge into a copy in **fp32**.
-# - If the result has to be bf16, merge in fp32 and round **once**. With fp32 adapters, `merge_and_unload` of
+# - If the result has to be bf16, merge in fp32 and round **once**. With one fp32 adapter, `merge_and_unload` of
 #   [peft](https://huggingface.co/docs/peft) rounds once; with `safe_merge=True` it rounds
 #   twice. <!-- tests/notebooks/test_17_language_model.py -->
 #
@@ -415,8 +415,8 @@ for name, limit in (("fp32", 1e-3), ("bf16", 0.5)):
 # `amp-lab diff --batch-sizes` finds the first op at which two batch sizes differ by more than rounding.
 # <!-- tests/difference/test_first_difference.py --> <!-- tests/cli/test_diff_command.py -->
 #
-# If a Llama model of transformers has fp32 weights and runs under autocast, its **cache** of keys and values
-# is fp32 and takes twice the memory of a bf16 cache. So for generation, use a model in bf16 without autocast.
+# If a Llama model of transformers has fp32 weights and runs under autocast, its default **cache** of keys and
+# values is fp32 and takes twice the memory of a bf16 cache. So for generation, use a model in bf16 without autocast.
 # <!-- tests/notebooks/test_17_language_model.py -->
 #
 # ## Summary
