@@ -56,8 +56,8 @@ assert report.values["bf16"].input_bits == 8
 # %% [markdown]
 # After the first line, each line describes a matmul in one precision:
 #
-# - **bits**: how many significant bits of an input the matmul uses. fp32 has 24, fp16 and TF32
-#   have 11, and bf16 has 8.
+# - **bits**: how many significant bits of an input the matmul uses. fp32 has 24, fp16 and TF32 have 11, and
+#   bf16 has 8.
 # - **subnormals**: numbers below the format's normal range. Some devices replace them by 0.
 # - **sums**: the largest error of a sum of 4,096 products. One *ulp* is the spacing of the format's numbers
 #   at the result. An ulp of bf16 is 65,536 times as large as an ulp of fp32. So half an ulp in bf16 is a much
@@ -274,9 +274,9 @@ assert not in_fp16.isfinite().all()
 #   load them in 16 bits.
 # - **True**, such as `bf16-true`, means that the weights are cast, here to bf16. Then the gradients and the state
 #   of torch's AdamW are in bf16 too.
-# - **Only a dtype**, such as `bf16=True`, can mean either. Without DeepSpeed, it means mixed in transformers. It
-#   means true in [torchtune](https://docs.pytorch.org/torchtune/stable/tutorials/memory_optimizations.html) and
-#   Keras.
+# - **Only a dtype**, such as `bf16=True`, can mean either. In transformers (without DeepSpeed), it means mixed. In
+#   [torchtune](https://docs.pytorch.org/torchtune/stable/tutorials/memory_optimizations.html) and Keras, it means
+#   true.
 #
 # To see what a setting does, we look at the dtypes in a training step. We begin without a framework:
 
