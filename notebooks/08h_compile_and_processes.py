@@ -89,7 +89,7 @@ assert (eager, compiled) == (torch.tensor(1.001).item(), 1.0)
 # **Why.** By default, `torch.compile` plans the backward pass together with the forward pass. It [assumes
 # that the autocast around the call is also on in
 # `backward()`](https://docs.pytorch.org/docs/stable/torch.compiler_backward.html), so the gradients of
-# a matmul in a region with `autocast(enabled=False)` are computed in 16 bits.
+# a matmul in a region with `autocast(enabled=False)` can be computed in 16 bits.
 #
 # **The fix.** Open the autocast block *inside* the compiled function, where the compiler sees its end.
 # Or set `torch._functorch.config.backward_pass_autocast = "off"` before you compile.
@@ -193,8 +193,8 @@ for dtype in (torch.bfloat16, torch.float16):
     assert outcome in ("runs", message)
 
 # %% [markdown]
-# **Why.** For an LSTM on an fp32 tensor and without `proj_size`, a torch that uses the library oneDNN chooses
-# its kernel. Then autocast casts the tensors to 16 bits, but oneDNN may have no 16-bit LSTM for your CPU.
+# **Why.** For an LSTM without `proj_size` on an fp32 tensor, a torch that uses the library oneDNN chooses
+# oneDNN's kernel. Then autocast casts the tensors to 16 bits, but oneDNN may have no 16-bit LSTM for your CPU.
 # <!-- tests/core/test_cpu.py -->
 #
 # **The fix.** Run the layer in fp32: open `torch.autocast("cpu", enabled=False)` around it, and cast its

@@ -233,7 +233,7 @@ assert {key for key, share in shares.items() if share < 0.99} == {("LSTM", "mps"
 # %% [markdown]
 # The last column shows how much of the arithmetic in matmuls and convolutions runs in low precision. On
 # MPS the LSTM layer stays in fp32, and the ResNet needs far more casts than on CUDA. To see why, we draw
-# the dtype of each kind of op that computes with floating-point tensors.
+# the dtype of each kind of op on floating-point tensors.
 
 
 # %%

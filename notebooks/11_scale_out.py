@@ -130,7 +130,7 @@ for name, dtype in PRECISIONS.items():
 # ## Divide the batch
 #
 # With n processes, each rank takes an n-th of every batch, and the ranks average their gradients.
-# `DistributedSampler` decides which samples a rank gets. Here, it draws in the first epoch the same
+# `DistributedSampler` decides which samples a rank gets. Here, in the first epoch, it draws the same
 # permutation as `RandomSampler` does from the same seed. Rank r starts at sample r of this permutation and
 # takes every n-th sample. So in each step, the ranks together get the batch of a single process. Before each
 # further epoch, call `sampler.set_epoch(epoch)`, or the permutation stays the same. <!-- tests/notebooks/test_11_scale_out.py -->
