@@ -218,7 +218,7 @@ print("one block around the loop:", *[f"{loss:.1f}" for loss in stuck])
 assert stuck[0] == stuck[1] == stuck[2]
 
 # %% [markdown]
-# **Why.** In eager mode, autocast by default keeps the 16-bit copies of trainable fp32 weights until the
+# **Why.** By default, in eager mode, autocast keeps the 16-bit copies of trainable fp32 weights until the
 # outermost block ends. Inside one block around the loop, the optimizer changes the weights, but the
 # forward pass uses the old copies.
 #

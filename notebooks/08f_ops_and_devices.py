@@ -86,7 +86,7 @@ if torch.cuda.is_available():  # the real thing
 # **The fix.** Remove the sigmoid, and pass the logits to `nn.BCEWithLogitsLoss`. Autocast on CUDA computes this
 # loss in fp32. Where you need probabilities, compute them with `logits.float().sigmoid()`. If you must keep
 # `nn.BCELoss`, pass it these fp32 probabilities inside
-# `with torch.autocast("cuda", enabled=False):`. <!-- tests/notebooks/test_08f_ops_and_devices.py -->
+# `with torch.autocast(device_type, enabled=False):`. <!-- tests/notebooks/test_08f_ops_and_devices.py -->
 #
 # **Not this.** Do not pass probabilities to `nn.BCEWithLogitsLoss`, which applies a second sigmoid. The
 # message disappears, but even a perfect prediction has a loss of at least 0.31. `.float()` on fp16 probabilities

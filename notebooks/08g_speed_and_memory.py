@@ -91,7 +91,7 @@ assert "In CPU autocast, but the target dtype is not supported." in wrong_dtype
 # For `"xpu"` and `"mps"` there is no warning if the device is missing. Autocast and the scaler stay
 # enabled, but autocast leaves tensors on the CPU in fp32. <!-- tests/notebooks/test_08g_speed_and_memory.py -->
 #
-# **The fix.** If `torch.cuda.is_available()` is False on a machine with a GPU, install a build of
+# **The fix.** If `torch.cuda.is_available()` is False on a machine with an NVIDIA or AMD GPU, install a build of
 # PyTorch that fits the GPU and its driver. Pass the device of the tensors,
 # `torch.autocast(x.device.type, dtype=torch.bfloat16)`, and only fp16 or bf16 as the dtype.
 #
@@ -357,8 +357,8 @@ assert kept == 4  # weight and bias once, the input twice
 assert freed == 6  # all of them twice
 
 # %% [markdown]
-# **Why.** The weights stay in fp32, and autocast adds 16-bit copies. In eager mode under `torch.no_grad()`, it by
-# default keeps the copies of weights that require a gradient until the outermost autocast block ends. <!-- tests/notebooks/test_02_autocast_dtypes.py -->
+# **Why.** The weights stay in fp32, and autocast adds 16-bit copies. By default, in eager mode under
+# `torch.no_grad()`, it keeps the copies of weights that require a gradient until the outermost autocast block ends. <!-- tests/notebooks/test_02_autocast_dtypes.py -->
 #
 # **The fix.** Use `torch.inference_mode()` or `torch.autocast(…, cache_enabled=False)`, which keep no
 # copies. A model that only runs inference needs no autocast: cast it once with `model.bfloat16()`,
