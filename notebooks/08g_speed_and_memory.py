@@ -84,9 +84,9 @@ assert ("CUDA is not available" in warned) is not torch.cuda.is_available()
 assert "In CPU autocast, but the target dtype is not supported." in wrong_dtype
 
 # %% [markdown]
-# **Why.** You ask for CUDA and PyTorch sees no GPU, or autocast does not support the dtype on this device. Autocast then
-# switches itself off with a warning, and training goes on in fp32. Without a GPU, a scaler for CUDA does
-# the same.
+# **Why.** You ask for CUDA and PyTorch sees no GPU, or you ask another device for a dtype that is neither fp16 nor
+# bf16. Autocast then switches itself off with a warning, and training goes on in fp32. Without a GPU, a scaler for
+# CUDA does the same.
 #
 # For `"xpu"` and `"mps"` there is no warning if the device is missing. Autocast and the scaler stay
 # enabled, but autocast leaves tensors on the CPU in fp32. <!-- tests/notebooks/test_08g_speed_and_memory.py -->
@@ -358,7 +358,8 @@ assert freed == 6  # all of them twice
 
 # %% [markdown]
 # **Why.** The weights stay in fp32, and autocast adds 16-bit copies. By default, in eager mode under
-# `torch.no_grad()`, it keeps the copies of weights that require a gradient until the outermost autocast block ends. <!-- tests/notebooks/test_02_autocast_dtypes.py -->
+# `torch.no_grad()`, it keeps the copies of weights that require a gradient until the outermost autocast block ends.
+# <!-- tests/notebooks/test_02_autocast_dtypes.py -->
 #
 # **The fix.** Use `torch.inference_mode()` or `torch.autocast(…, cache_enabled=False)`, which keep no
 # copies. A model that only runs inference needs no autocast: cast it once with `model.bfloat16()`,
@@ -519,9 +520,9 @@ assert torch.cuda.OutOfMemoryError is torch.OutOfMemoryError
 #   names](../docs/memory_in_practice.md#pytorch_cuda_alloc_conf-or-pytorch_alloc_conf)).
 #
 # **The fix.** Use a smaller batch and accumulate gradients: divide each loss by the number of batches in a
-# step. You can also use gradient checkpointing. Load checkpoints with `map_location="cpu"`. `amp-lab memory my_model.py:MODEL
-# --input 8,3,224,224 --memory 24GiB` forecasts the largest batch. If the step does not fit, the command also says
-# how much other settings save. <!-- tests/tracing/test_largest_batch.py --> <!-- tests/remedies/test_memory_remedies.py -->
+# step. You can also use gradient checkpointing. Load checkpoints with `map_location="cpu"`. `amp-lab memory
+# my_model.py:MODEL --input 8,3,224,224 --memory 24GiB` forecasts the largest batch. If the step does not fit, the
+# command also says how much other settings save. <!-- tests/tracing/test_largest_batch.py --> <!-- tests/remedies/test_memory_remedies.py -->
 #
 # **Not this.** `torch.cuda.empty_cache()` in each step gives your process no more memory, because PyTorch
 # [already reuses what it has
