@@ -520,7 +520,7 @@ assert unscaled.tolist() == [1.5, 0.75]
 
 # %% [markdown]
 # **Why.** DDP averages the *scaled* gradients, and each rank divides the average by the scale of its own
-# `GradScaler`. If the scales differ, [the ranks train different
+# `GradScaler`. If the scales differ, [the ranks can train different
 # models](https://github.com/pytorch/pytorch/issues/136009).
 #
 # Scales can differ if only one rank loads the state of its scaler, or if the ranks run [different numbers of

@@ -318,8 +318,9 @@ for backend in BACKENDS:
 # argument](https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/autocast_mode.h), so the result is
 # rounded to fp16. Then autocast casts the rounded values to fp32 for `nll_loss`, so the dtype of the loss
 # hides the rounding. The [CPU's
-# list](https://docs.pytorch.org/docs/stable/amp.html#autocast-op-reference) contains cross-entropy itself, so there the logits are cast first. To
-# avoid the rounding, call **`.float()` on the logits.**
+# list](https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/autocast_mode.cpp) contains
+# `cross_entropy_loss` itself, so there the logits are cast first. To avoid the rounding, call
+# **`.float()` on the logits.**
 #
 # ## Will it fit?
 #
