@@ -140,8 +140,8 @@ for dtype in HALF:
 # where autocast no longer casts inputs. The next op therefore gets a half-precision tensor and an fp32 tensor.
 #
 # In these cases, the cause is different:
-# - A layer says `mat1 and mat2 must have the same dtype, but got Float and Half`: [the model is in half precision but its input is
-#   fp32](#The-model-is-in-half-precision-but-its-input-is-fp32).
+# - A layer says `mat1 and mat2 must have the same dtype, but got Float and Half`: [the model is in half precision
+#   but its input is fp32](#The-model-is-in-half-precision-but-its-input-is-fp32).
 # - The message says `BFloat16 and Half`: [fp16 and bf16 are mixed in one
 #   model](#fp16-and-bf16-are-mixed-in-one-model).
 # - The message names `Double`, `Long` or `Byte`: [one tensor is float64 or an

@@ -164,7 +164,7 @@ with cuda_rules():
 #
 # **The fix.** Call `.float()` on the input of this op. If the next layer needs 16 bits, cast the result back.
 #
-# If the op still runs in 16 bits, it probably contains a matmul, as `torch.sparse.mm` and
+# If this does not help, the op probably contains a matmul, as `torch.sparse.mm` and
 # [`torch.pca_lowrank`](https://github.com/pytorch/pytorch/issues/99710) do: autocast casts the input of the
 # matmul to 16 bits again. Run the op inside `with torch.autocast(device_type, enabled=False):`, and keep the
 # `.float()`.

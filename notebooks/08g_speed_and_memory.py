@@ -362,7 +362,7 @@ assert freed == 6  # all of them twice
 # <!-- tests/notebooks/test_02_autocast_dtypes.py -->
 #
 # **The fix.** Use `torch.inference_mode()` or `torch.autocast(…, cache_enabled=False)`, which keep no
-# copies. A model that only runs inference needs no autocast: cast it once with `model.bfloat16()`,
+# copies. Or, if the model only runs inference, cast it once with `model.bfloat16()`,
 # which halves its weights ([notebook 18](18_inference_and_export.ipynb#Ways-to-run-it)).
 #
 # **Not this.** `torch.cuda.empty_cache()` does not free the copies, because autocast still holds them: it
