@@ -1,5 +1,6 @@
 """Settings for the whole test run, and the count of notebook cells that ran."""
 
+import contextlib
 import gc
 import importlib.util
 import os
@@ -104,7 +105,12 @@ def pytest_configure(config: pytest.Config) -> None:
         if asked != value:
             message = f"{name}={asked!r}: the tests run with {name}={value}; unset it"
             pytest.exit(message, returncode=2)
-    os.environ.pop("COLUMNS", None)  # commands would print for a terminal of that width
+    # Commands would print for a terminal of the width COLUMNS. GNU readline sets it for all
+    # processes that a test starts, so readline comes first.
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401
+    os.environ.pop("COLUMNS", None)
+    os.unsetenv("COLUMNS")  # what readline set is not in os.environ
     if hasattr(config, "workerinput"):  # workers share the cores
         share = max(1, (os.cpu_count() or 1) // config.workerinput["workercount"])
         os.environ.setdefault("OMP_NUM_THREADS", str(share))
