@@ -10,7 +10,8 @@
 # # Combine AMP with the rest of your training loop
 #
 # **What you'll do.** Add AMP to seven things that training loops do besides forward, backward and step.
-# Comments mark the lines that AMP adds or changes. Then see what happens if you leave such a line out.
+# In the training loops, comments mark the lines that AMP adds or changes. Then see what happens if you leave
+# such a line out.
 #
 # **What you'll learn.**
 # - the one rule behind most recipes: know whether the gradients are scaled when your code reads them;
@@ -311,8 +312,8 @@ recomputed = problem.change(train_amp, torch.float16, make_model=Checkpointed)
 assert torch.equal(recomputed, problem.change(train_amp, torch.float16))
 
 # %% [markdown]
-# We know one case in which AMP needs a change (torch 2.15): if two checkpointed parts share a weight and
-# a `context_fn` saves only the matmuls, backward raises `… not found in storage`. Give autocast
+# We know one case in which AMP needs a change (torch 2.15): if two checkpointed parts share a trained
+# weight and a `context_fn` saves only the matmuls, backward raises `… not found in storage`. Give autocast
 # `cache_enabled=False`. <!-- tests/notebooks/test_07_training_recipes.py -->
 #
 # **Without `use_reentrant`** you get the older kind of checkpoint, with a warning that asks you to
@@ -407,7 +408,7 @@ assert message == "Attempting to unscale FP16 gradients."
 #
 # | recipe | what AMP adds | what goes wrong without it |
 # |---|---|---|
-# | [Clip](#Clip-gradients) | `scaler.unscale_(optimizer)` before clipping | SGD nearly stands still |
+# | [Clip](#Clip-gradients) | `scaler.unscale_(optimizer)` before clipping | fp16: SGD nearly stands still |
 # | [Accumulate](#Accumulate-gradients) | `scale` per batch; `unscale_`, `step` and `update` per group | fp16: a second `unscale_` raises an error |
 # | [Penalise](#Penalise-gradients) | scale the inner loss, divide its gradients by `get_scale()` | fp16: the penalty is 2^32 times too large at the initial scale |
 # | [Schedule](#Schedule-the-learning-rate) | `scheduler.step()` only if the scale did not fall | skipped steps use up the schedule |

@@ -202,7 +202,7 @@ class RoundedProduct(torch.autograd.Function):
 
 
 # %% [markdown]
-# The next function makes the linear layers of a model use these matmuls:
+# The next function makes the `nn.Linear` layers of a model use these matmuls:
 
 
 # %%
@@ -387,10 +387,10 @@ assert (usual, fnuz, torch.finfo(torch.float8_e4m3fnuz).max) == (1.0, 0.5, 240)
 # By default, `rehearse` tests formats on a model in training mode in three steps:
 #
 # 1. It runs a forward and a backward pass in fp32.
-# 2. In linear layers, `Conv1d` and `Conv2d` that suit a format, it rounds the operands of the matmuls to this
-#    format (in `fp8`, gradients to E5M2), repeats the matmuls, and compares the results with those of fp32.
-# 3. In each format that suits at least one layer, it repeats both passes of the whole model. Layers that should
-#    stay in 16 bits are in fp32 here.
+# 2. In each layer of its report that suits a format, it rounds the operands of the matmuls to this format (in
+#    `fp8`, gradients to E5M2), repeats the matmuls, and compares the results with those of fp32.
+# 3. It repeats both passes of the whole model in each format, unless all layers should stay in 16 bits. Layers
+#    that should stay in 16 bits are in fp32 here.
 #    <!-- tests/formats/test_inference_rehearsal.py, tests/formats/test_interception.py -->
 #
 # We call `rehearse` on our GPT. In the MLP of the second block, we multiply the weights of one of the 256
@@ -414,8 +414,8 @@ assert all(found.verdict == "accurate enough in one step" for found in report.fo
 report
 
 # %% [markdown]
-# The report has a row for each linear layer. Each number is the SQNR of the worst of the layer's three
-# matmuls in one format. A star marks a layer that is better left in 16 bits. *Look at* gives the reason
+# The report has a row for each linear layer. Under each format, the row shows the SQNR of the worst of the
+# layer's three matmuls. A star marks a layer that is better left in 16 bits. *Look at* gives the reason
 # for each star: <!-- tests/formats/test_rehearsal.py -->
 #
 # - The large feature ruins the two layers around it, `blocks.1.up` and `blocks.1.down`, in all four formats.
