@@ -861,6 +861,30 @@ def test_a_model_that_reads_the_memory_of_a_tensor_runs_for_real(reads, device):
     assert forecast(model.layer, x).peak
 
 
+class Packed(nn.Module):
+    """A recurrent network on sequences of different lengths."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.lstm = nn.Linear(8, 8), nn.LSTM(8, 8, batch_first=True)
+
+    def forward(self, x):
+        lengths = torch.tensor([3, 2])
+        packed = nn.utils.rnn.pack_padded_sequence(self.encoder(x), lengths, batch_first=True)
+        return self.lstm(packed)[1][0]
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_a_model_that_packs_sequences_runs_for_real(device):
+    model, x = Packed(), torch.randn(2, 3, 8)
+    assert says("xray.for_real", complaint(model, x, device_type=device))
+    assert xray(model, x, device_type="cpu", real=True).rows
+    with pytest.raises(TraceError, match="reads the memory of a tensor") as refused:
+        forecast(model, x)
+    assert says("trace.part", str(refused.value))
+    assert forecast(model.encoder, x).peak
+
+
 def test_a_remedy_that_does_not_help_a_model_that_reads_memory_is_not_named():
     x = torch.randn(8, 8)
     said = complaint(ReadsMemory("x.numpy().mean()"), x, device_type="cpu")  # it has a gradient

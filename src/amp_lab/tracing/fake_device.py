@@ -7,6 +7,7 @@ import logging
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -85,6 +86,9 @@ _NO_FLEX_BACKWARD = "FlexAttention does not support backward"
 
 # A phrase of torch's error if code reads the memory of a fake tensor.
 _NEEDS_MEMORY = "is not supported for tensor subclasses"
+# Phrases of torch's errors about a packed sequence of fake tensors, whose lengths a recurrent layer
+# reads. torch.tensor raises the first one too, for a list of fake tensors.
+_PACKED_SAYS = ("its data is not allocated yet", "batch_sizes should always be on CPU")
 
 # Raised by an op on fake tensors if its result, or the size of it, depends on values.
 NEEDS_VALUES = (fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException)
@@ -295,8 +299,14 @@ def tip_for(error: Exception, model: nn.Module, verb: str, device_type: str, op:
 
 
 def needs_memory(error: Exception) -> bool:
-    """Whether code read the memory of a fake tensor, as ``.numpy()`` does."""
-    return _NEEDS_MEMORY in str(error)
+    """Whether code read the memory of a fake tensor: ``.numpy()``, or a packed sequence."""
+    message = str(error)
+    if _NEEDS_MEMORY in message:
+        return True
+    if not any(phrase in message for phrase in _PACKED_SAYS):
+        return False
+    files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return any(Path(file).name == "rnn.py" for file in files)
 
 
 def require_model(model: object) -> None:
