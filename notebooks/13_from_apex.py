@@ -175,8 +175,8 @@ assert runs["O1"].scale == 2.0**13  # three steps skipped, in both
 #
 # For classifiers there is a difference. At O1, Apex ran `cross_entropy` in
 # [fp32](https://github.com/NVIDIA/apex/blob/e13873debc4699d39c6861074b9a3b2a02327f92/apex/amp/lists/functional_overrides.py).
-# Autocast on CUDA rounds the log-softmax inside `cross_entropy` to fp16 if the logits are fp16 ([notebook
-# 09](09_xray_your_model.ipynb#The-surprise-in-cross-entropy) shows why). So write
+# On CUDA in eager mode, `cross_entropy` under autocast rounds its log-softmax to fp16 if the logits are fp16
+# ([notebook 09](09_xray_your_model.ipynb#The-surprise-in-cross-entropy) shows why). So write
 # `F.cross_entropy(logits.float(), targets)` when you move a classifier from O1.
 #
 # ### O2: fp16 weights, fp32 masters
@@ -217,7 +217,7 @@ assert losses[1] != losses[1]  # NaN
 #
 # ### What it costs in memory
 #
-# With Adam, a parameter of a linear layer takes this many bytes during the optimizer step:
+# With torch's Adam, a parameter of a linear layer takes this many bytes during the optimizer step:
 # <!-- tests/notebooks/test_13_from_apex.py -->
 #
 # | | weights | gradients | master weights | gradients of masters | Adam's state | total |
@@ -399,8 +399,8 @@ if find_spec("libcst") is not None:
 # - At O2, the fp32 master weights are missing, unless the program saved them. Our program saves them.
 #
 # Our reference run trains for eight steps, writes a checkpoint, and trains for eight more steps. In this run, the
-# loss scale grows after six steps without an overflow. The checkpoint counts these steps since the scale last
-# changed. The resumed run must continue this count. <!-- tests/notebooks/test_13_from_apex.py -->
+# loss scale grows after six steps without an overflow. The checkpoint stores how many such steps there were since
+# the scale last changed. The resumed run must continue this count. <!-- tests/notebooks/test_13_from_apex.py -->
 
 # %%
 from course.apex_training import Run, today_step, train_and_save
@@ -477,7 +477,7 @@ folder.cleanup()
 #
 # - O1 is autocast with `GradScaler`. For cross-entropy, pass `logits.float()`.
 # - With Adam, a parameter of a linear layer takes 20 bytes at O2 during the optimizer step, because O2 stores
-#   fp16 and fp32 weights. With autocast it takes 16.
+#   weights and gradients in fp16 and in fp32. With autocast it takes 16.
 # - O3 is `model.half()` with fp16 inputs. It loses small updates, and our second loss was NaN.
 # - In a loop at O1 or O2, `scale_loss` becomes `scale(loss).backward()`, and `optimizer.step()` becomes
 #   `scaler.step(optimizer)`. Call `unscale_` before you clip, and `update` after the step.

@@ -264,8 +264,8 @@ for cured in ("bf16, stochastic", "bf16, Kahan", "bf16, masters"):
     assert lag < 0.1 * (min(at_the_end(losses["bf16, nearest"])) - of_fp32)
 
 # %% [markdown]
-# For each way, the figure shows the loss minus the fp32 loss with the same seed. Each line is the mean over three
-# seeds, and the bars show the range of the seeds. The grey band shows how far the fp32 losses of the seeds lie
+# For each way in bf16, the figure shows the loss minus the fp32 loss with the same seed. Each line is the mean over
+# three seeds, and the bars show the range of the seeds. The grey band shows how far the fp32 losses of the seeds lie
 # from their mean. Each loss is averaged over the last ten steps, so the lines begin at step 10.
 #
 # Here, with rounding to nearest, the network with bf16 weights learns far more slowly than in fp32. With the
@@ -395,8 +395,8 @@ for name in ("INT8, no zero", "4 bits, no zero"):
 
 # %% [markdown]
 # Here, with INT8 the loss becomes NaN. With the other formats the loss ends near that of fp32, even with four
-# bits. Why does INT8 fail? We square the entries of a gradient, and count the squares that each format stores as
-# zero:
+# bits. Why does INT8 fail? We square the entries of a gradient, and count the nonzero squares that INT8 stores as
+# zero, in both formats:
 
 # %% tags=["nbval-ignore-output"]
 torch.manual_seed(0)

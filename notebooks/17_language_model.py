@@ -186,8 +186,8 @@ print(f"two seeds in fp32 differ by up to {between_seeds:.2g}")
 #
 # The vocabulary of Llama 3 has [128,256
 # entries](https://github.com/pytorch/torchtune/blob/main/torchtune/models/llama3/_model_builders.py). If you
-# call `logits = model(inputs)` and `lm.loss_of(logits, targets)` under bf16 autocast, four tensors of the
-# same shape are in memory at the peak of the backward pass:
+# call `logits = model(inputs)` and `lm.loss_of(logits, targets)` under bf16 autocast in eager mode, four tensors of
+# the same shape are in memory at the peak of the backward pass:
 #
 # - `logits` in bf16;
 # - the log-softmax in fp32;
@@ -412,7 +412,8 @@ for name, limit in (("fp32", 1e-3), ("bf16", 0.5)):
 # - with the same batch, machine and PyTorch version, use
 #   [`torch.use_deterministic_algorithms`](https://docs.pytorch.org/docs/stable/notes/randomness.html).
 #
-# `amp-lab diff --batch-sizes` finds the first op at which two batch sizes differ by more than rounding.
+# `amp-lab diff --batch-sizes` finds the first op of the forward pass at which two batch sizes differ by more than
+# rounding.
 # <!-- tests/difference/test_first_difference.py --> <!-- tests/cli/test_diff_command.py -->
 #
 # If a Llama model of transformers has fp32 weights and runs under autocast, its default **cache** of keys and
