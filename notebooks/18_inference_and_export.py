@@ -9,13 +9,14 @@
 # %% [markdown]
 # # Serve and export a model in reduced precision
 #
-# **What you'll do.** Run a trained network in bf16: under autocast, with cast weights, and compiled. Count how
-# many of its decisions change. Then export it, and round its weights to eight and four bits.
+# **What you'll do.** Run a trained classifier in bf16: under autocast, with cast weights, and compiled. Count how
+# many of its *decisions* (the predicted classes) change. Then export it, and round its weights to eight and four
+# bits.
 #
 # **What you'll learn.**
 # - when to cast the weights once, and when autocast is the better choice;
 # - how to tell whether a lower precision is accurate enough for *your* model;
-# - when `torch.compile` compiles again, and how its bf16 results differ from eager mode's;
+# - when `torch.compile` compiles again, and why its bf16 results can differ from those of eager mode;
 # - what `torch.export` keeps of autocast, and why you cast before you export.
 #
 # **What you need.** [Notebook 02](02_autocast_dtypes.ipynb), on what autocast does. You need no GPU.
@@ -41,8 +42,8 @@ figures.use_style()
 # %% [markdown]
 # ## The idea in five lines
 #
-# We need a trained network, so that its decisions mean something. [This one](course/digits_network.py) has
-# three convolutions and recognises handwritten digits. We test it on images that it was not trained on:
+# We train [a small network](course/digits_network.py) with three convolutions to recognise handwritten digits.
+# Then we test it on images that it was not trained on:
 
 # %% tags=["nbval-ignore-output"]
 model, images, labels = trained_network(device, steps={"quick": 100, "full": 500}[scale])
@@ -55,7 +56,7 @@ assert right > 0.9
 
 # %% [markdown]
 # Now the five lines. We cast a copy of the model and its input to bf16, which has two to three
-# decimal digits. Before you run this: how many of the decisions (the predicted classes) will change?
+# decimal digits. Before you run this: how many of the decisions will change?
 
 # %% tags=["nbval-ignore-output"]
 served = copy.deepcopy(model).bfloat16()
@@ -66,16 +67,16 @@ print(f"{changed} of {len(tests)} decisions changed")
 assert changed < 0.02 * len(tests)
 
 # %% [markdown]
-# Few decisions change, or none. To judge a precision for inference, compare the results that your users see.
-# Here these are the decisions, not the decimal places of the logits.
+# Few decisions change, or none. To judge a precision for inference, compare the results that your users see:
+# here the decisions, not the decimal places of the logits.
 #
 # ## Ways to run it
 #
 # - **Autocast** keeps the weights in fp32, and uses copies in 16 bits for matmuls and convolutions. It runs
 #   some sensitive ops in fp32 ([notebook 02](02_autocast_dtypes.ipynb)). Use it to evaluate during training, or
 #   if you do not know which parts need fp32.
-# - **Cast once** halves the memory of fp32 weights, and no call has to cast them. You have to cast fp32 inputs
-#   yourself. Use it for a model that only runs inference.
+# - **Cast once**: cast the weights to 16 bits before the first call. This halves the memory of fp32 weights, and no
+#   call has to cast them. Cast fp32 inputs yourself. Use it for a model that only runs inference.
 # - **Compile** the model in either case, to fuse the small ops between the matmuls.
 #
 # We write a function for each of the first two ways. A third function compares outputs with those in fp32:
@@ -98,7 +99,8 @@ def quality(logits):
 
 
 # %% [markdown]
-# For each way, the next cell prints the relative error of the outputs (*off*), and how many decisions change:
+# The next cell also compiles the model, in fp32 and in bf16, and casts it to fp16. For each way, it prints the
+# relative error of the outputs (*off*), and how many decisions change:
 
 # %% tags=["nbval-ignore-output"]
 compiled = {"fp32 compiled": torch.compile(model), "bf16 compiled": torch.compile(cast_once)}
@@ -119,7 +121,7 @@ assert quality(outputs["fp16 cast once"])[0] < quality(outputs["bf16 cast once"]
 # three more bits of mantissa. But its range is smaller: the values of a model that was trained in bf16 may not
 # fit ([notebook 19](19_choose_your_precision.ipynb#Trained-in-bf16,-on-a-GPU-without-it)).
 #
-# We now time the ways in fp32 and bf16. How long does a call take for one image, and for 256 images?
+# How fast are the ways? We time a call in fp32 and bf16, with one image and with 256 images:
 
 # %% tags=["nbval-ignore-output"]
 for batch in (1, 256):
@@ -132,14 +134,14 @@ for batch in (1, 256):
 
 # %% [markdown]
 # The columns are the time of a call and its speed-up over fp32, with an interval. On our two CPU cores, bf16
-# took longer than fp32 for a single image, even with weights cast once. With 256 images bf16 was faster, most
-# of all when compiled. To see what bf16 alone gains, compare the compiled bf16 with the *compiled* fp32.
+# took longer than fp32 for a single image, even with weights cast once. With 256 images, bf16 was faster, most
+# of all when compiled. To see what bf16 alone gains, compare *bf16 compiled* with *fp32 compiled*.
 #
 # ## Which decisions change?
 #
-# The *gap* is the difference between the logits of the two best classes in fp32. bf16 changes this difference.
-# The second class can overtake the first only if the change is at least as large as the gap. For each
-# image we draw the gap and the change:
+# The *gap* of an image is the difference between its two largest logits in fp32. bf16 changes this difference.
+# The second class can overtake the first only if the change is at least as large as the gap. For each image, we
+# draw the gap and the change:
 
 # %% tags=["nbval-ignore-output"]
 best = in_fp32.topk(2, dim=1)
@@ -161,7 +163,7 @@ for name in ("bf16 autocast", "bf16 cast once"):
 # %% [markdown]
 # Each test image has two points, one for autocast and one for weights cast once. On the dashed line, the
 # change is as large as the gap. Below the line, the second class cannot overtake the first. Here the points on or
-# above the line have a small gap: the model is uncertain about these images in fp32 too.
+# above the line have a small gap: in fp32 too, the model is uncertain about these images.
 #
 # Draw this figure for your model and a few hundred real inputs, and count the changed decisions. If no decision
 # changes, and all points stay well below the line, the precision is accurate enough for these inputs.
@@ -182,7 +184,7 @@ assert refused
 
 # %% [markdown]
 # **Outputs**: cast them to fp32 with `.float()` before you compute with them. For example, cast embeddings before
-# you compute their similarities. In bf16, many similarities near 1 are equal, so a search cannot rank them.
+# you compare them: in bf16, many similarities near 1 are equal, so a search cannot rank them.
 # <!-- tests/notebooks/test_18_inference_and_export.py -->
 #
 # **Weights**: if you change them for inference, change them in fp32 and cast afterwards. For example, you can fold
@@ -191,9 +193,9 @@ assert refused
 #
 # ## What torch.compile changes
 #
-# `torch.compile` compiles a function at its first call. It may compile the function again for a later call,
-# for example if the inputs have another shape. To count the compilations, we write a backend that stores each
-# graph in a list:
+# **`torch.compile` can compile again.** It compiles a function at its first call, and may compile it again at a later
+# call, for example if the inputs have another shape. It passes each graph of ops that it compiles to a *backend*.
+# Our backend stores the graphs in a list, so that we can count them:
 
 
 # %%
@@ -217,7 +219,7 @@ counted(images[:7])
 compilations["with gradients"] = len(graphs)
 
 # %% [markdown]
-# Which of these calls caused a compilation?
+# Before you run this: which of these calls caused a compilation?
 
 # %%
 for call, count in compilations.items():
@@ -225,8 +227,8 @@ for call, count in compilations.items():
 assert list(compilations.values()) == [1, 2, 2, 3, 4, 5]
 
 # %% [markdown]
-# The second batch size causes a second compilation. Its code also works for the third size. A batch of 1, autocast
-# and gradients each cause another compilation. To avoid compilations while you serve requests:
+# The second batch size (5) causes a second compilation, whose code also works for the third size (6). A batch of 1,
+# autocast and gradients each cause another compilation. To avoid compilations while you serve requests:
 #
 # - Always use the same gradient mode and autocast state.
 # - Before the first request, make one call with each batch size that you will serve, because a new size can
@@ -235,9 +237,8 @@ assert list(compilations.values()) == [1, 2, 2, 3, 4, 5]
 # `torch.compiler.set_stance("fail_on_recompile")` turns another compilation into an error.
 # <!-- tests/notebooks/test_18_inference_and_export.py -->
 #
-# **The results of compiled code can differ a little** from those in eager mode. In eager mode, the product and
-# the sum in the next function are both rounded to bf16. The compiled kernel rounds only the sum, so it is more
-# accurate:
+# **Compiled code can round less often** than eager mode. In eager mode, the product and the sum in the next function
+# are both rounded to bf16. The compiled kernel rounds only the sum, so it is more accurate:
 
 
 # %%
@@ -266,9 +267,9 @@ assert off["compiled"] <= off["eager"]
 #
 # ## Export
 #
-# `torch.export` writes a model as a graph. From this graph,
+# `torch.export` turns a model into a *program*: a graph of ops with the weights. From it,
 # [AOTInductor](https://docs.pytorch.org/docs/stable/torch.compiler_aot_inductor.html) can build a library that
-# runs without Python. Does the graph keep autocast? We export a layer inside an autocast block:
+# runs without Python. Does the program keep autocast? We export a layer inside an autocast block:
 
 # %%
 layer, x = nn.Linear(256, 256), torch.randn(4, 256)
@@ -278,12 +279,12 @@ print("exported inside autocast, it returns", program.module()(x).dtype)
 assert program.module()(x).dtype is torch.float32
 
 # %% [markdown]
-# The program computes in fp32, because the graph does not keep an autocast block around the export. The graph
-# does keep an autocast block inside `forward`, but the weights in the file are still fp32.
+# The program computes in fp32, because it does not keep an autocast block around the export. It does keep an
+# autocast block inside `forward`, but its weights are still fp32.
 # <!-- tests/notebooks/test_18_inference_and_export.py -->
 #
-# So **cast first**: the graph then has bf16 weights and ops. We export with two images, because a program
-# exported with one image accepts only a batch of 1. Then we save the program and load it again:
+# So **cast first**: the program then has bf16 weights and ops. `Dim.AUTO` below lets it accept any batch size, but
+# only if we export with at least two images. Then we save the program and load it again:
 # <!-- tests/notebooks/test_18_inference_and_export.py -->
 
 # %% tags=["nbval-ignore-output"]
@@ -322,8 +323,8 @@ else:
 
 # %% [markdown]
 # For a run of `amp-lab train`, one command exports the model: `amp-lab export runs/x model.onnx
-# --dtype fp16` (or `.pt2`, `.safetensors`). It casts a copy, and compares the outputs of the exported model
-# with those of the copy before it writes the file. <!-- tests/train/test_export.py -->
+# --dtype fp16` (or `.pt2`, `.safetensors`). It casts a copy of the model, and compares the outputs of the exported
+# model with those of the copy before it writes the file. <!-- tests/train/test_export.py -->
 #
 # ## Eight bits and fewer
 #
@@ -331,8 +332,8 @@ else:
 # time](https://pytorch.org/blog/accelerating-generative-ai-2/) on reading weights. Weights in eight bits can be
 # read faster than weights in bf16, because they take half the memory.
 #
-# Here we only round the weights, with `quantize`. The activations and matmuls stay in fp32, so we see only the
-# effect of the rounded weights:
+# Here `quantize` only rounds the weights: they, the activations and the matmuls stay in fp32. So we see only the
+# effect of the rounding:
 
 # %% tags=["nbval-ignore-output"]
 far = {}
@@ -352,7 +353,7 @@ assert far["fp8-rowwise"] < far["nvfp4"]
 
 # %% [markdown]
 # Here INT8 and FP8 have one scale for each output channel (a row of the weight). With INT8 weights, the outputs
-# are about as far off as those of the bf16 model above, which rounds the activations too. FP8 (E4M3) has three
+# are about as far off as those of *bf16 cast once* above, which rounds the activations too. FP8 (E4M3) has three
 # bits of mantissa and is less accurate. NVFP4 has one bit of mantissa and is the least accurate.
 #
 # [torchao](https://github.com/pytorch/ao/tree/main/torchao/quantization) stores the weights of a model's
@@ -366,7 +367,7 @@ assert far["fp8-rowwise"] < far["nvfp4"]
 #
 # ## Summary
 #
-# - Count changed decisions, not decimal places, and look at the gap between the two best classes.
+# - Count changed decisions, and look at the gap between the two best classes.
 # - For inference, change the weights in fp32, and then cast them once. Cast fp32 inputs too. Cast the outputs
 #   to fp32 before you compute with them.
 # - `torch.compile` can compile again if the batch size, the autocast state or the gradient mode
