@@ -367,7 +367,7 @@ assert failure.code == "AMP0018"
 # | [torch.compile recompiles in every process](../docs/compile_and_kernels.md#torchcompile-compiles-again-in-every-process-why) `AMP0254` | torch.compile compiles again at each start of the program |
 # | [sdpa and eager attention differ in bf16](../docs/compile_and_kernels.md#should-sdpa-and-eager-attention-give-the-same-result) `AMP0255` | sdpa and eager attention give different logits in bf16 |
 # | [DeepSpeed refuses or ignores an autocast block](../docs/trainers.md#torchautocast-is-enabled-outside-deepspeed) `AMP0260` | `` torch.autocast is enabled outside DeepSpeed, but not in the DeepSpeed config `` |
-# | [FSDP2 computes a softmax or a layer norm in bf16, but autocast in fp32](../docs/trainers.md#do-i-need-autocast-with-fsdp2) `AMP0266` | does FSDP2 need torch.autocast |
+# | [FSDP2 computes a softmax or a layer norm in bf16, but autocast on CUDA in fp32](../docs/trainers.md#do-i-need-autocast-with-fsdp2) `AMP0266` | does FSDP2 need torch.autocast |
 # | [torch.ao.quantization warns that it is deprecated](../docs/quantized.md#torchaoquantization-is-deprecated-what-do-i-use) `AMP0284` | `` torch.ao.quantization is deprecated and will be removed in 2.10. `` |
 # | [ONNX ops on the block list still overflow in fp16](../docs/quantized.md#how-do-i-keep-some-onnx-ops-in-fp32-op_block_list) `AMP0287` | op_block_list or node_block_list is set, and the fp16 ONNX model still gives nan or zeros |
 # | [DeepSpeed refuses bf16 with this ZeRO stage](../docs/trainers.md#which-trainer-keeps-fp32-master-weights) `AMP0313` | `` bfloat16 mode is only enabled for Zero `` |
