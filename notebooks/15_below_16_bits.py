@@ -9,8 +9,8 @@
 # %% [markdown]
 # # Go below 16 bits with FP8, MX and NVFP4
 #
-# **What you'll do.** Round tensors to eight and four bits, with scales. Train a small GPT whose linear
-# layers multiply rounded tensors. Test a model in four formats with `rehearse`.
+# **What you'll do.** Round tensors to eight and four bits, with scales. Train a small GPT with linear
+# layers that multiply rounded tensors. Test a model in four formats with `rehearse`.
 #
 # **What you'll learn.**
 # - which numbers an eight-bit or four-bit format can represent, and why it needs a scale;
