@@ -489,8 +489,7 @@ exercises.check_halved(halved)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# Which dtype does each of them have? It depends on where the tensor comes from: from you, or from an op
-# under autocast.
+# Which dtype does each of them have? Ask whether an op under autocast returned it.
 #
 # </details>
 #

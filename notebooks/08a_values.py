@@ -93,7 +93,7 @@ for dtype in (torch.float32, torch.float16):
 assert loss_in(torch.float16, model).isnan()
 
 # %% [markdown]
-# **Why.** fp16 has no finite number above 65504. Here, the output of a layer exceeds 65504 and becomes infinite. A
+# **Why.** fp16 has no finite number above 65504. Here, the output of a layer exceeds 65504 and becomes infinite. The
 # normalisation then subtracts infinity from infinity, which is NaN.
 #
 # **The fix.** Use bf16, which has nearly the range of fp32. If the GPU has no bf16, run the layers that
@@ -174,9 +174,9 @@ print(added)
 assert added[0].isnan().all()
 
 # %% [markdown]
-# **Why.** The constant, often -1e9, lies outside the range of the tensor's dtype. `masked_fill` checks the
-# constant and refuses it. Addition, `torch.where` and `scores[i, j] = -1e9` do not check it: in fp16 they give
-# -inf.
+# **Why.** The constant, often -1e9, lies outside the range of the tensor's dtype. In eager mode, `masked_fill`
+# checks the constant and refuses it. Addition, `torch.where` and `scores[0, 0] = -1e9` do not check it: in fp16
+# they give -inf.
 # <!-- tests/notebooks/test_08a_values.py -->
 #
 # **The fix.** Fill with `torch.finfo(scores.dtype).min`, the lowest finite number of the dtype.
@@ -283,7 +283,7 @@ assert v.grad.isnan().all()
 # words = "torch.multinomial generate do_sample temperature categorical llm llama qwen gemma inference garbage output device-side assert unk awq gptq bloom"
 # -->
 #
-# **What you see.** `generate` or `torch.multinomial` raises ``probability tensor contains either `inf`, `nan` or
+# **What you see.** `generate` or `torch.multinomial` fails with ``probability tensor contains either `inf`, `nan` or
 # element < 0``. Without sampling, the text can be one repeated token, such as
 # `!!!!` ([report](https://github.com/QwenLM/Qwen3/issues/761)).
 #
@@ -358,7 +358,8 @@ assert torch.tensor(1e-8).half() == 0
 # **Why.** The smallest positive number of fp16 is 6e-8, so an epsilon of 1e-8 or 1e-12 rounds to zero. The epsilon
 # then no longer prevents a division by zero.
 #
-# `F.normalize` has an epsilon of 1e-12 by default. On a CPU, it also returns NaN for a row of zeros in fp16.
+# `F.normalize` has an epsilon of 1e-12 by default. In eager mode on a CPU, it also returns NaN for a row of
+# zeros in fp16.
 #
 # **The fix.** Compute the division in fp32, on `h.float()`. If you train, also use a larger epsilon, such as 1e-3.
 # For a row of zeros, the gradient is divided by the epsilon, so a tiny epsilon makes the gradient
@@ -401,7 +402,7 @@ for dtype in (torch.float32, torch.float16, torch.bfloat16):
 
 # %% [markdown]
 # **Why.** Just below 1, fp16 numbers are 2^-11 apart and bf16 numbers 2^-8. So `1 - 1e-6` rounds to 1, and
-# the upper limit of the clamp does nothing. `log(1 - 1)` is -inf, and 0 times -inf is NaN.
+# the upper limit of the clamp does nothing here. `log(1 - 1)` is -inf, and 0 times -inf is NaN.
 #
 # **The fix.** Compute the loss from logits: `F.binary_cross_entropy_with_logits`, `F.cross_entropy` or
 # `F.logsigmoid`. If the formula needs probabilities, compute them in fp32: `logits.float().sigmoid()`.
@@ -458,7 +459,7 @@ assert weight.grad.count_nonzero() == 0
 
 # %% [markdown]
 # **Why.** The square of 256 is 65536, which is infinite in fp16. A finite number divided by infinity is 0.
-# Autocast leaves the multiplication `h * h` in fp16, so the square overflows long before `h` does.
+# Autocast leaves the multiplication `h * h` in fp16, so here the square overflows long before `h` does.
 #
 # Outside autocast, the sum of an fp16 mask in a Dice or IoU loss can overflow too: 512 x 512 ones add up to 262,144.
 #
@@ -520,8 +521,8 @@ assert not all(buffer.isfinite().all() for buffer in model.buffers())
 
 # %% [markdown]
 # **Why.** The scaler skips the optimizer step. This protects the parameters and the optimizer's state, but not the
-# buffers. The forward pass has already made the running mean and variance of batch normalisation NaN. Training mode
-# normalises without these buffers, but evaluation uses them.
+# buffers. Here the forward pass has already made the running mean and variance of batch normalisation NaN.
+# Training mode normalises without these buffers, but evaluation uses them.
 #
 # **The fix.** Measure the running statistics again on good batches, with
 # `torch.optim.swa_utils.update_bn(loader, model)`. Then repair the overflow.

@@ -179,7 +179,8 @@ assert torch.tensor(1e-4 / 16384).bfloat16() > 0
 
 # %% [markdown]
 # **Notice it earlier.** `gradient_underflow` finds the smallest loss scale, as a power of two from 1 on, at which
-# 99.9 % of the nonzero gradient values do not become zero in fp16. The model itself can run in fp32:
+# at least 99.9 % of the nonzero gradient values that it counts do not become zero in fp16. The model itself
+# can run in fp32:
 
 # %%
 model, _ = make(nn.Linear(4, 64))
@@ -279,7 +280,7 @@ assert pointless[-1] < max(pointless)  # it skips steps, too
 # fp16 can represent (65504). The scaler then skips the step and halves the scale. In bf16 the scale grows almost to
 # the largest number of fp32 before the scaler skips a step. <!-- tests/notebooks/test_08b_learning.py -->
 #
-# **Why.** A `GradScaler` is enabled by default. bf16 has nearly the range of fp32, so gradients rarely
+# **Why.** By default, a `GradScaler` has `enabled=True`. bf16 has nearly the range of fp32, so gradients rarely
 # overflow and the scale keeps growing.
 #
 # If a run that was meant to be bf16 overflows, check its dtype: by default, autocast without `dtype=` uses fp16 on a
@@ -346,8 +347,8 @@ print(f"weights in {model[0].weight.dtype}: 1 -> {after_updates(model):.2f}")
 assert after_updates(model) == 1.0
 
 # %% [markdown]
-# **Why.** Just below 1, bf16 numbers are 2^-8 (0.004) apart. An update smaller than half of this distance is
-# rounded away. Our updates are 0.001, so a weight of 1 does not change.
+# **Why.** Just below 1, bf16 numbers are 2^-8 (0.004) apart. There, an update smaller than half of this distance
+# is rounded away. Our updates are 0.001, so a weight of 1 does not change.
 #
 # **The fix.** Keep the weights that you train in fp32 and let autocast use bf16. Call `model.float()` before you
 # create the optimizer, and load checkpoints without `assign=True`.
@@ -560,8 +561,8 @@ print(f"zeros: {(stored.float() == 0).float().mean():.0%}")
 assert 0.1 < (stored.float() == 0).float().mean() < 0.2
 
 # %% [markdown]
-# **Why.** FP8 is a format for storage and for special matmuls. Many other operations, such as addition,
-# are missing. PyTorch also does not promote FP8 to other dtypes.
+# **Why.** FP8 is a format for storage and for special matmuls. In eager mode, many other operations, such as
+# addition, are missing. PyTorch also does not promote FP8 to other dtypes.
 # <!-- tests/notebooks/test_08b_learning.py -->
 #
 # The positive numbers of `torch.float8_e4m3fn` range from 0.002 to 448. So without a scale, small weights become

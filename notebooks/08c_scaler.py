@@ -84,7 +84,7 @@ print(message)
 assert "Attempting to unscale FP16 gradients." in message
 
 # %% [markdown]
-# **Why.** At least one parameter that you train is in fp16, so its gradient is in fp16 too. The scaler
+# **Why.** At least one parameter that you train is in fp16, so by default its gradient is in fp16 too. The scaler
 # refuses to divide a gradient by the scale in fp16, because small values would become
 # zero. <!-- tests/notebooks/test_08c_scaler.py -->
 #
@@ -94,10 +94,10 @@ assert "Attempting to unscale FP16 gradients." in message
 # - By default, PEFT trains a layer in `modules_to_save` in the dtype of the base
 #   model. <!-- tests/notebooks/test_08c_scaler.py -->
 #
-# These two cases raise no error, but [the weights may soon stop
+# In these two cases `scaler.step` raises no error, but [the weights may soon stop
 # moving](08b_learning.ipynb#Half-precision-weights-stop-moving):
-# - A fused optimizer divides the gradients by the scale itself, and does not check their dtype. If you clip,
-#   `unscale_` still raises the error. <!-- tests/notebooks/test_08c_scaler.py -->
+# - A fused optimizer of PyTorch divides the gradients by the scale itself, and does not check their dtype.
+#   If you clip, `unscale_` still raises the error. <!-- tests/notebooks/test_08c_scaler.py -->
 # - On the CPU, the scaler accepts bf16 parameters. On CUDA, they raise [another
 #   error](https://github.com/pytorch/pytorch/issues/127176), which was [not yet
 #   fixed](https://github.com/pytorch/pytorch/pull/194947) in August 2026.
@@ -336,7 +336,7 @@ assert len(set(messages.values())) == 7
 
 # %% [markdown]
 # **Why.** The scaler records for which optimizers it has divided the gradients by the scale, and which
-# have stepped. `update` clears this record. An enabled scaler refuses to unscale or apply gradients twice,
+# have stepped. `update` clears this record. An enabled scaler refuses to unscale or step an optimizer twice,
 # and you cannot pickle it between `step` and `update`. It also refuses `unscale_`, `step` and `update`
 # before it has scaled a loss, and `update()` without an argument before it has checked any gradients.
 #
@@ -397,9 +397,9 @@ assert math.isnan(weight_after_step(torch.optim.Adam, by_scaler=False, gradient=
 
 # %% [markdown]
 # **Why.** After `scaler.scale(loss).backward()` the gradients are multiplied by the scale, which by default starts at
-# 65536. `scaler.step(optimizer)` divides the gradients by the scale and skips the step if one is infinite or NaN.
-# Adam hides the factor, because it divides each gradient by its usual size. But an infinite gradient makes its weight
-# NaN.
+# 65536. `scaler.step(optimizer)` divides the gradients by the scale, unless `unscale_` did, and skips the step if one
+# is infinite or NaN. Adam hides the factor, because it divides each gradient by its usual size. But an infinite
+# gradient makes its weight NaN.
 #
 # **The fix.** Replace every `optimizer.step()` by `scaler.step(optimizer)`, and call `scaler.update()` after
 # it. Do not [call both](https://github.com/IAHispano/Applio/pull/860): the weights would be updated twice. If
@@ -573,7 +573,7 @@ with warnings.catch_warnings(action="ignore"):
     assert schedule(only_if_stepped=False) == [0.5, 0.25, 0.125]  # one step ahead
 
 # %% [markdown]
-# **Notice it earlier.** `ScaleLog` of `amp_lab` counts the skipped steps.
+# **Notice it earlier.** `ScaleLog` of `amp_lab` lists the skipped steps.
 # <!-- tests/numerics/test_scale_log.py -->
 
 # %% [markdown]
