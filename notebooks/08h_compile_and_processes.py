@@ -207,8 +207,8 @@ for dtype in (torch.bfloat16, torch.float16):
     assert output.dtype is torch.float32
 
 # %% [markdown]
-# **Notice it earlier.** `amp-lab doctor --device cpu` reports whether an LSTM fails on your CPU.
-# `amp-lab xray --device cpu`, with your `--dtype`, names the layers of your model that will fail.
+# **Notice it earlier.** `amp-lab doctor --device cpu` reports it if an LSTM fails under autocast on your CPU.
+# `amp-lab xray --device cpu`, with your `--dtype`, reports the LSTMs of your model that will fail.
 # <!-- tests/core/test_cpu.py -->
 
 # %% [markdown]
@@ -256,7 +256,7 @@ assert all("mix of the legacy and new APIs" in message for message in messages)
 # %% [markdown]
 # **Why.** PyTorch has old names (`allow_tf32`) and new names (`fp32_precision`) for its [TF32
 # switches](19_choose_your_precision.ipynb#What-fp32-means). Setting a new name does not change the old one.
-# If the two contradict each other, reading the old name raises an error.
+# Here the two contradict each other, so reading the old name raises an error.
 #
 # **The fix.** Set TF32 for matmuls with `torch.set_float32_matmul_precision`, which changes the old and the new
 # name, and for convolutions with `torch.backends.cudnn.allow_tf32`. Do not set `fp32_precision` while any library
@@ -327,8 +327,8 @@ print(message_of(lambda: torch.amp.custom_fwd(make)))
 # <!-- tests/notebooks/test_08h_compile_and_processes.py -->
 #
 # **The fix.** Write `torch.autocast("cuda", dtype=torch.float16)`, `torch.amp.GradScaler("cuda")` and
-# `@torch.amp.custom_fwd(device_type="cuda")`. `amp-lab migrate` rewrites the old names, or reports their
-# lines. If the warning comes from a library, update the library. <!-- tests/migrate/test_torch_amp.py -->
+# `@torch.amp.custom_fwd(device_type="cuda")`. `amp-lab migrate` can rewrite the old names.
+# If the warning comes from a library, update the library. <!-- tests/migrate/test_torch_amp.py -->
 
 # %%
 assert warnings_of(lambda: torch.autocast("cuda", dtype=torch.float16, enabled=False)) == ""
@@ -336,8 +336,8 @@ assert warnings_of(lambda: torch.amp.GradScaler("cuda", enabled=False)) == ""
 assert warnings_of(lambda: torch.amp.custom_fwd(make, device_type="cuda")) == ""
 
 # %% [markdown]
-# Always pass `dtype`, because [the new autocast has another
-# default](13_from_apex.ipynb#From-torch.cuda.amp-to-torch.amp).
+# Always pass `dtype`, because the default of the new autocast is [the current autocast
+# dtype](13_from_apex.ipynb#From-torch.cuda.amp-to-torch.amp).
 
 # %% [markdown]
 # ## DDP waits for a parameter without a gradient
@@ -489,8 +489,8 @@ one = torch.tensor(1.0).bfloat16()
 assert one + 2**-9 == one
 
 # %% [markdown]
-# **Notice it earlier.** `amp-lab xray FILE.py:CALLABLE --parallel fsdp` [reports units with two
-# dtypes](../docs/several_machines.md#show-the-dtype-of-each-parameter) before the first step.
+# **Notice it earlier.** `amp-lab xray FILE.py:CALLABLE --input SHAPE --parallel fsdp` [reports
+# units](../docs/several_machines.md#show-the-dtype-of-each-parameter) with trained weights in two dtypes.
 # <!-- tests/remedies/test_sharding_remedies.py -->
 
 # %% [markdown]

@@ -380,9 +380,9 @@ assert amp_lab_command(command.split()) == 0
 # Two runs of one model give different numbers. Is this rounding, or a mistake? The outputs alone do not
 # show this, because the error of an output includes the errors of all ops before it.
 #
-# In eager mode, `first_difference` repeats the ops in fp64 on the same inputs. The difference between the
+# Here, `first_difference` repeats the ops in fp64 on the same inputs. The difference between the
 # run's result and the fp64 result is the error that the op *adds*. `first_difference` predicts how large this
-# error is if it is only rounding, and reports the first op that adds more or computes another function.
+# error is if it is only rounding, and looks for an op that adds more or computes another function.
 # <!-- tests/difference/test_first_difference.py -->
 #
 # We compare a small GPT in fp32 with itself under autocast, and then with a copy that has a mistake:
@@ -423,7 +423,7 @@ planted
 #
 # - Autocast decides by the op, the dtypes and the type of the device. So fake tensors show its decisions
 #   for a device that you do not have.
-# - On MPS, `batch_norm` runs in fp32, and so does an LSTM layer with an fp32 input.
+# - Under autocast on MPS, `batch_norm` runs in fp32, and so does an LSTM layer with an fp32 input.
 # - Under autocast on CUDA, XPU and MPS, `F.cross_entropy` of class indices on fp16 logits rounds its
 #   `log_softmax` to fp16 and still returns fp32. Give it `logits.float()`.
 # - In our forecast, AMP makes the activations smaller, but not weights, gradients and optimizer state.
@@ -486,7 +486,7 @@ exercises.check_casts_up(casts_up)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# The rows printed under "A short tracer" show the name of a cast. In the row of a cast, each tuple of
+# The rows printed under "A short tracer" show the name of a cast. In the row of a cast up, each tuple of
 # dtypes has one element.
 #
 # </details>

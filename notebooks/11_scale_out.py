@@ -73,7 +73,7 @@ assert 1e-3 < off[torch.bfloat16, 2] < off[torch.bfloat16, 64]
 
 # %% [markdown]
 # Here, in fp32, the average over equal parts equals the gradient of the whole batch up to rounding,
-# because only the order of the sum differs. In bf16, each addition here rounds again, so the error is larger
+# because only the order of the sum differs. In bf16, the additions here round again, so the error is larger
 # with 64 ranks than with 2. With several devices, you therefore also choose the dtype in which the gradients
 # are sent and added up.
 #
@@ -135,8 +135,8 @@ for name, dtype in PRECISIONS.items():
 # takes every n-th sample. So in each step, the ranks together get the batch of a single process. Before each
 # further epoch, call `sampler.set_epoch(epoch)`, or the permutation stays the same. <!-- tests/notebooks/test_11_scale_out.py -->
 #
-# [`torchrun`](https://docs.pytorch.org/docs/stable/elastic/run.html) starts n copies of one script. Each
-# copy first joins the *process group*.
+# [`torchrun`](https://docs.pytorch.org/docs/stable/elastic/run.html) starts n copies of one script. Here,
+# each copy first joins the *process group*.
 
 
 # %%
@@ -256,8 +256,8 @@ def train_fsdp(config, data, dtype, device, sums_in=torch.float32):
 #
 # Each set-up names the engine (DDP or FSDP2), the dtype of autocast or `param_dtype`, and the dtype in
 # which gradients are summed. Ranks exchange data through calls such as `all_reduce`, which are called
-# *collectives*. `count_communication` records these calls, and adds up the bytes that a rank sends if
-# the ranks form a ring. <!-- tests/parallel/test_collectives.py -->
+# *collectives*. Here, `count_communication` records these calls, and adds up the bytes that a rank sends
+# if the ranks form a ring. <!-- tests/parallel/test_collectives.py -->
 
 
 # %%
@@ -354,8 +354,8 @@ print(f"FSDP2: each of {most} ranks holds {fsdp_bytes:.0f} bytes for each parame
 assert fsdp_bytes == 16 / most
 
 # %% [markdown]
-# With DDP, every rank holds the weights, the gradients and AdamW's two averages of the whole model, in
-# fp32. With FSDP2, a rank holds an n-th of these bytes between two steps.
+# Here, with DDP, every rank holds the weights, the gradients and AdamW's two averages of the whole model,
+# in fp32. Here, with FSDP2, a rank holds an n-th of these bytes between two steps.
 #
 # ## One decision about the loss scale
 #
@@ -617,7 +617,7 @@ exercises.check_loss_of_all(loss_of_all)
 # ```
 #
 # Training with DDP and a mean loss has the same problem if the ranks have batches of different sizes, because
-# DDP [takes the mean](https://docs.pytorch.org/docs/stable/notes/ddp.html) of all ranks' gradients.
+# DDP by default [takes the mean](https://docs.pytorch.org/docs/stable/notes/ddp.html) of all ranks' gradients.
 #
 # </details>
 #
