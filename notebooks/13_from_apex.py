@@ -181,8 +181,8 @@ assert runs["O1"].scale == 2.0**13  # three steps skipped, in both
 #
 # ### O2: fp16 weights, fp32 masters
 #
-# Today's code is the same as for O1. The parameters *are* now the master weights, and autocast makes
-# the fp16 copies that O2 stored. Before you run this: how close are the losses of O2 and autocast?
+# Today's code is the same as for O1. The parameters *are* now the master weights, and autocast makes fp16 copies
+# of them for matmuls and convolutions. Before you run this: how close are the losses of O2 and autocast?
 
 # %%
 check_close(runs["autocast"], runs["O2"], tolerance=2**-9)  # 4 roundings of fp16

@@ -186,8 +186,8 @@ print(f"two seeds in fp32 differ by up to {between_seeds:.2g}")
 #
 # The vocabulary of Llama 3 has [128,256
 # entries](https://github.com/pytorch/torchtune/blob/main/torchtune/models/llama3/_model_builders.py). If you
-# call `logits = model(inputs)` and `lm.loss_of(logits, targets)` under bf16 autocast in eager mode, four tensors of
-# the same shape are in memory at the peak of the backward pass:
+# call `logits = model(inputs)` and `lm.loss_of(logits, targets)` under bf16 autocast in eager mode, four tensors with
+# a value for each token and entry are in memory at the peak of the backward pass:
 #
 # - `logits` in bf16;
 # - the log-softmax in fp32;
