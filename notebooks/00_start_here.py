@@ -62,7 +62,7 @@ assert 2 * half.nbytes == full.nbytes
 # ## A network and some data
 #
 # We train on the handwritten digits of scikit-learn, images of 8 by 8 pixels. The network has three linear
-# layers. We make them wide, so that there is enough work to speed up.
+# layers. The hidden layers are wide, so that there is enough work to speed up.
 
 # %%
 digits = load_digits()

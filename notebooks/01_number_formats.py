@@ -10,8 +10,8 @@
 # # Read number formats as range and spacing
 #
 # **What you'll do.** Take six number formats apart, from fp32 down to fp8, and draw them in one figure.
-# Make them fail on purpose, and try the three techniques that make training in 16 bits work. Then watch
-# the gradients of a real network vanish in fp16, and rescue them.
+# Make 16-bit formats fail on purpose, and try the three techniques that make training in 16 bits work. Then
+# watch the gradients of a real network vanish in fp16, and rescue them.
 #
 # **What you'll learn.**
 # - to describe a format by two properties: how far it reaches (*range*) and how close together its numbers
@@ -65,8 +65,8 @@ assert 2048 * torch.finfo(torch.float16).eps == 2  # the spacing at 2048
 # mantissa says where between them.
 #
 # We write 0.1 in five formats. `fields` reads the bits of a number
-# ([`course/number_formats.py`](course/number_formats.py)). The columns are the sign, the exponent, the
-# mantissa, and the value that the formula gives.
+# ([`course/number_formats.py`](course/number_formats.py)). Each line shows the name of the format, the sign,
+# the exponent, the mantissa, and the value that the formula gives.
 
 # %%
 for name, dtype in FORMATS.items():
@@ -80,7 +80,7 @@ for name, dtype in FORMATS.items():
 # %% [markdown]
 # Compare the columns:
 #
-# - **fp32 and bf16** have the same 8 exponent bits. bf16 is fp32 with 16 bits of the mantissa rounded
+# - **fp32 and bf16** both have 8 exponent bits. bf16 is fp32 with 16 bits of the mantissa rounded
 #   away.
 # - **fp16** has as many bits as bf16, but three more for the mantissa and three fewer for the exponent.
 # - **The names of the fp8 formats** count the bits: E5M2 has 5 for the exponent and 2 for the mantissa.

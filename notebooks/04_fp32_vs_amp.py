@@ -212,7 +212,7 @@ print(f"the seeds of fp32 differ by up to {(fp32_final.max() - fp32_final.min())
 # %% [markdown]
 # Here the means of fp32 and bf16 differ by less than the seeds of fp32 do, so we see no loss of accuracy.
 # A difference that is smaller than the spread may be chance. To find such a difference, subtract the
-# losses of two runs with the same seed, as in the third exercise.
+# losses seed by seed, as in the third exercise.
 #
 # We plot the picture that each network predicts. We use the networks trained with the first seed:
 
@@ -528,7 +528,7 @@ exercises.check_memory_share(memory_share)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# Which of the four parts become smaller with AMP? The other parts stay fp32.
+# Which of the four parts become smaller with AMP? The other parts stay in fp32.
 #
 # </details>
 #

@@ -81,8 +81,8 @@ for dtype in (fp16, bf16):
 # | 5. No casts by hand | right | autocast casts for you ([02](02_autocast_dtypes.ipynb); [an exception](09_xray_your_model.ipynb#The-surprise-in-cross-entropy)), and it cannot undo the rounding of a `.half()` |
 # | 6. Always use the scaler | only for fp16 | bf16 has about the range of fp32, so small gradients rarely underflow ([01](01_number_formats.ipynb)) |
 # | 7. Tune the initial scale and the growth interval | rarely needed | the scaler soon halves a scale that is too high ([03](03_grad_scaler_step_by_step.ipynb)) |
-# | 8. Stay current with PyTorch | right | the names in `torch.cuda.amp` raise a warning ([13](13_from_apex.ipynb)) |
-# | 9. Try larger batches | right for memory | AMP makes activations smaller ([09](09_xray_your_model.ipynb)); measure whether it is faster ([10](10_speed_ladder.ipynb)) |
+# | 8. Stay current with PyTorch | right | `torch.cuda.amp.autocast()` raises a warning ([13](13_from_apex.ipynb)) |
+# | 9. Try larger batches | right for memory | AMP makes many activations smaller ([09](09_xray_your_model.ipynb)); measure whether it is faster ([10](10_speed_ladder.ipynb)) |
 # | 10. Profile before and after | right | see [below](#Profile-before-and-after) |
 #
 # The profile below uses fp16 if `describe_device` recommends it for your device, and bf16 otherwise:
@@ -323,7 +323,7 @@ exercises.check_casts(casts_in_forward)
 # casts_in_forward = 3 + 3 + 1  # weights, biases and the input
 # ```
 #
-# The output of a linear layer is fp16, and ReLU keeps this dtype. So only the first layer's input is cast.
+# The output of a linear layer is fp16, and ReLU keeps this dtype. So only the first layer casts its input.
 #
 # </details>
 #

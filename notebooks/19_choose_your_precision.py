@@ -10,7 +10,7 @@
 # # Choose your precision for a GPU, a task and a framework
 #
 # **What you'll do.** Measure how this machine rounds numbers. Write a function that chooses a precision
-# for any GPU. Check PyTorch's fp32 modes, and the dtypes that other frameworks use.
+# for any GPU. Look at PyTorch's fp32 modes, and at the dtypes that other frameworks use.
 #
 # **What you'll learn.**
 # - which precision to start with on your hardware;
@@ -59,9 +59,9 @@ assert report.values["bf16"].input_bits == 8
 # - **bits**: how many significant bits of an input the matmul uses. fp32 has 24, fp16 and TF32 have 11, and
 #   bf16 has 8.
 # - **subnormals**: numbers below the format's normal range. Some devices replace them by 0.
-# - **sums**: the largest error of a sum of 4,096 products. One *ulp* is the spacing of the format's numbers
-#   at the result. An ulp of bf16 is 65,536 times as large as an ulp of fp32. So half an ulp in bf16 is a much
-#   larger error than a few ulp in fp32.
+# - **sums**: the largest error that we found in a sum of 4,096 products. One *ulp* is the distance from the
+#   result to the next number of its dtype. An ulp of bf16 is 65,536 times as large as an ulp of fp32. So half
+#   an ulp in bf16 is a much larger error than a few ulp in fp32.
 #
 # `amp-lab doctor` also prints the speeds.
 # <!-- tests/core/test_device.py -->
@@ -72,7 +72,7 @@ assert report.values["bf16"].input_bits == 8
 # lists these formats for each GPU that `amp-lab advise --for` knows, and [names its
 # sources](../src/amp_lab/core/gpus.py). If your GPU is not in the list, look for the same architecture.
 #
-# We print the list, write a function `choose` that returns a precision, and call it for each architecture:
+# We print the list. Then we write `choose`, which returns a precision, and call it for each architecture:
 
 # %%
 kinds = {}
@@ -117,13 +117,13 @@ print("T4, a model trained in bf16:", choose(turing, "infer", trained_in="bf16")
 # - **fp32** where neither is fast, such as on GTX 10, GTX 16 and Apple M1 to M4. Also use fp32, with
 #   TF32 off, where accuracy matters more than speed, for example in solvers.
 #
-# For training in 16 bits, use autocast and keep the weights in fp32. For inference in 16 bits, cast the weights
+# For training in 16 bits, use autocast and keep the weights in fp32. For inference in 16 bits, cast fp32 weights
 # once, which halves their memory.
 #
-# For inference where both 16-bit formats are fast, `choose` returns bf16, because it does not know your
-# model's values. If they stay far below 65504, the largest number of fp16, then fp16 is usually more
-# accurate, because it has three more bits ([notebook 18](18_inference_and_export.ipynb)). For a model that
-# was trained in bf16, [check the values first](#Trained-in-bf16,-on-a-GPU-without-it).
+# `choose` does not know your model's values. If they stay far below 65504, the largest number of fp16, then
+# fp16 is usually more accurate for inference than bf16, because it has [three more
+# bits](18_inference_and_export.ipynb). For a model that was trained in bf16, [check the values
+# first](#Trained-in-bf16,-on-a-GPU-without-it).
 #
 # Start with the precision from `choose`, then measure. [`amp-lab
 # advise`](../docs/your_model.md#which-precision-should-i-use-and-what-do-i-write) times the precisions on your
@@ -202,9 +202,9 @@ torch.backends.cudnn.allow_tf32 = kept  # for the next cells; leave this line ou
 # %% [markdown]
 # ### Old and new settings
 #
-# PyTorch also has newer settings, such as `torch.backends.cuda.matmul.fp32_precision`. If you change an old
-# setting, PyTorch changes the new one too. But if you change the new one, the old one keeps its value. If the two
-# disagree, PyTorch raises an error when some code reads the old setting, as
+# `torch.set_float32_matmul_precision` and `allow_tf32` are the old settings. PyTorch also has newer ones, such as
+# `torch.backends.cuda.matmul.fp32_precision`. An old setting changes the new one too, but a new setting does not
+# change the old one. If the two disagree, PyTorch can raise an error when some code reads the old setting, as
 # [Lightning](https://github.com/Lightning-AI/pytorch-lightning/issues/21256) does. The next cell changes the new
 # setting and reads the old one:
 
@@ -223,8 +223,7 @@ assert mixed
 assert torch.get_float32_matmul_precision() == before
 
 # %% [markdown]
-# To avoid this error, change only the old settings, `torch.set_float32_matmul_precision` and
-# `torch.backends.cudnn.allow_tf32`.
+# To avoid this error, change only the old settings.
 # <!-- tests/notebooks/test_19_choose_your_precision.py -->
 #
 # ## Trained in bf16, on a GPU without it
@@ -253,7 +252,7 @@ assert not in_fp16.isfinite().all()
 # %% [markdown]
 # In fp16, hidden values such as 2.69e+05 become infinite. So the outputs are not finite either.
 #
-# **Look before you cast**: call `largest_values` on some of your inputs, in fp32 or bf16. A CPU is enough.
+# **Look before you cast**: call `largest_values` with some of your inputs, in fp32 or bf16. A CPU is enough.
 # As a rule of thumb, each value should be at most 32752, half of fp16's largest number, because other inputs may
 # give larger values.
 #
@@ -366,9 +365,9 @@ assert set(rows["model.to(bfloat16)"]) == {"bfloat16"}
 #
 # ## Summary
 #
-# - Start with bf16 where bf16 is fast, with fp16 and a scaler where only fp16 is fast, and with fp32
-#   on other hardware. Then measure your model.
-# - By default, fp32 matmuls run in fp32. On an NVIDIA GPU with TF32, fp32 convolutions run in TF32. To change
+# - Start with bf16 where bf16 is fast, with fp16 where only fp16 is fast, and with fp32 on other hardware.
+#   To train in fp16, use a scaler. Then measure your model.
+# - By default, fp32 matmuls run in fp32, but on an NVIDIA GPU with TF32, fp32 convolutions run in TF32. To change
 #   these modes, use `torch.set_float32_matmul_precision` for matmuls and `torch.backends.cudnn.allow_tf32` for
 #   convolutions.
 # - Before you cast a bf16 model to fp16, look at its largest values.
@@ -467,7 +466,7 @@ exercises.check_bits(bits_left)
 #
 # ### 3. What comes out
 #
-# In which dtype does a model return its outputs on a CPU with each setting? Answer with "fp32" or "bf16".
+# With each setting, in which dtype does a model on a CPU return its outputs? Answer with "fp32" or "bf16".
 
 # %%
 outputs = {

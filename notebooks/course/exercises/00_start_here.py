@@ -22,7 +22,7 @@ def check_needs_scaler(needs_scaler: Callable[[torch.dtype], bool]) -> str:
             f"{torch.finfo(dtype).smallest_normal:.3g}, and fp32's is {tiny:.3g}: would it lose "
             "gradients that fp32 keeps?",
         )
-    return "Only fp16 has a smaller range than fp32, so only there can small gradients be saved."
+    return "Only fp16 has a larger smallest normal number than fp32, so only fp16 needs a scaler."
 
 
 class _Watched(nn.Module):
