@@ -516,8 +516,8 @@ exercises.check_largest_scale(largest_scale)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# Only the largest magnitude matters, and negative gradients overflow as well. Double the scale, or take a
-# logarithm and round it down.
+# Only the largest magnitude matters, and negative gradients overflow as well. Double or halve the scale, or
+# take a logarithm and round it down.
 #
 # </details>
 #
@@ -538,7 +538,7 @@ exercises.check_largest_scale(largest_scale)
 # ## Further reading
 #
 # - P. Micikevicius et al., [Mixed Precision Training](https://arxiv.org/abs/1710.03740), ICLR 2018: the
-#   three techniques, with histograms like the one above.
+#   three techniques, with histograms like those above.
 # - P. Micikevicius et al., [FP8 Formats for Deep Learning](https://arxiv.org/abs/2209.05433), 2022: E4M3
 #   and E5M2.
 # - D. Kalamkar et al., [A Study of BFLOAT16 for Deep Learning Training](https://arxiv.org/abs/1905.12322),
