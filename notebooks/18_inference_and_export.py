@@ -133,9 +133,9 @@ for batch in (1, 256):
     assert not times.ratio("fp32 compiled", "bf16 compiled").is_above(40)
 
 # %% [markdown]
-# The columns are the time of a call and its speed-up over fp32, with an interval. On our two CPU cores, bf16
-# took longer than fp32 for a single image, even with weights cast once. With 256 images, bf16 was faster, most
-# of all when compiled. To see what bf16 alone gains, compare *bf16 compiled* with *fp32 compiled*.
+# The columns are the time of a call and its speed-up over fp32, with the uncertainty in brackets. On our two CPU
+# cores, bf16 took longer than fp32 for a single image, even with weights cast once. With 256 images, bf16 was
+# faster, most of all when compiled. To see what bf16 alone gains, compare *bf16 compiled* with *fp32 compiled*.
 #
 # ## Which decisions change?
 #
@@ -228,7 +228,8 @@ assert list(compilations.values()) == [1, 2, 2, 3, 4, 5]
 
 # %% [markdown]
 # The second batch size (5) causes a second compilation, whose code also works for the third size (6). A batch of 1,
-# autocast and gradients each cause another compilation. To avoid compilations while you serve requests:
+# the call under autocast and the call with gradients each cause another compilation. To avoid compilations while
+# you serve requests:
 #
 # - Always use the same gradient mode and autocast state.
 # - Before the first request, make one call with each batch size that you will serve, because a new size can
@@ -332,8 +333,8 @@ else:
 # time](https://pytorch.org/blog/accelerating-generative-ai-2/) on reading weights. Weights in eight bits can be
 # read faster than weights in bf16, because they take half the memory.
 #
-# Here `quantize` only rounds the weights: they, the activations and the matmuls stay in fp32. So we see only the
-# effect of the rounding:
+# Here `quantize` rounds the weights and returns them in fp32. Activations and matmuls stay in fp32 too, so we see
+# only the effect of the rounding:
 
 # %% tags=["nbval-ignore-output"]
 far = {}
@@ -368,8 +369,8 @@ assert far["fp8-rowwise"] < far["nvfp4"]
 # ## Summary
 #
 # - Count changed decisions, and look at the gap between the two best classes.
-# - For inference, change the weights in fp32, and then cast them once. Cast fp32 inputs too. Cast the outputs
-#   to fp32 before you compute with them.
+# - For inference, cast the weights once. If you change them, do it in fp32 before the cast. Cast fp32 inputs too,
+#   and cast the outputs to fp32 before you compute with them.
 # - `torch.compile` can compile again if the batch size, the autocast state or the gradient mode
 #   changes. Compiled code can round less often than eager mode.
 # - Autocast around `torch.export.export` is lost: cast first, then export, then compare.
