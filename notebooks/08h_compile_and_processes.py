@@ -91,7 +91,7 @@ assert (eager, compiled) == (torch.tensor(1.001).item(), 1.0)
 # `backward()`](https://docs.pytorch.org/docs/stable/torch.compiler_backward.html), so the gradients of
 # a matmul in a region with `autocast(enabled=False)` can be computed in 16 bits.
 #
-# **The fix.** Open the autocast block *inside* the compiled function, where the compiler sees its end.
+# **The fix.** Move the autocast block *into* the compiled function, where the compiler sees its end.
 # Or set `torch._functorch.config.backward_pass_autocast = "off"` before you compile.
 
 
