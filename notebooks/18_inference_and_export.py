@@ -235,7 +235,7 @@ assert list(compilations.values()) == [1, 2, 2, 3, 4, 5]
 # - Before the first request, make one call with each batch size that you will serve, because a new size can
 #   cause a compilation. Pad smaller batches to one of these sizes.
 #
-# `torch.compiler.set_stance("fail_on_recompile")` turns another compilation into an error.
+# After these calls, `torch.compiler.set_stance("fail_on_recompile")` turns another compilation into an error.
 # <!-- tests/notebooks/test_18_inference_and_export.py -->
 #
 # **Compiled code can round less often** than eager mode. In eager mode, the product and the sum in the next function
