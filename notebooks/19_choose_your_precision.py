@@ -203,8 +203,8 @@ torch.backends.cudnn.allow_tf32 = kept  # for the next cells; leave this line ou
 # ### Old and new settings
 #
 # `torch.set_float32_matmul_precision` and `allow_tf32` are the old settings. PyTorch also has newer ones, such as
-# `torch.backends.cuda.matmul.fp32_precision`. An old setting changes the new one too, but a new setting does not
-# change the old one. If the two disagree, PyTorch can raise an error when some code reads the old setting, as
+# `torch.backends.cuda.matmul.fp32_precision`. If you change an old setting, PyTorch changes the new one too, but not
+# the other way round. If the two disagree, PyTorch can raise an error when some code reads the old setting, as
 # [Lightning](https://github.com/Lightning-AI/pytorch-lightning/issues/21256) does. The next cell changes the new
 # setting and reads the old one:
 
@@ -228,10 +228,10 @@ assert torch.get_float32_matmul_precision() == before
 #
 # ## Trained in bf16, on a GPU without it
 #
-# Many language models were trained in bf16, whose largest number is 3.4e38. The largest number of fp16 is
-# only 65504. In the next model, the weights, inputs and outputs are below 65504, but some hidden values are
-# larger. Here, `largest_values` returns the largest magnitude that each module computes. The modules of this
-# `nn.Sequential` are called 0, 1 and 2, and `output` is the whole model:
+# Many language models were trained in bf16, whose largest number is 3.4e38. Where only fp16 is fast, you would run
+# them in fp16, whose largest number is only 65504. In the next model, the weights, inputs and outputs are below
+# 65504, but some hidden values are larger. Here, `largest_values` returns the largest magnitude that each module
+# computes. The modules of this `nn.Sequential` are called 0, 1 and 2, and `output` is the whole model:
 # <!-- tests/numerics/test_largest_values.py -->
 
 # %%
@@ -261,8 +261,8 @@ assert not in_fp16.isfinite().all()
 # - **Run the layers that compute or receive such values in fp32**, and the rest in fp16. Cast to fp32 before the
 #   first of these layers, and back to fp16 after the last.
 # - **Move a power of two from one linear layer to the next** (exercise 4). Divide the weight and bias of the first
-#   layer by this factor, and multiply the weight of the second layer by it. The second weight then has to fit in
-#   fp16 too. A ReLU may stand between the layers, because relu(x / c) = relu(x) / c for c > 0. A GELU does not
+#   layer by it, and multiply the weight of the second layer by it. The second weight then has to fit in fp16
+#   too. A ReLU may stand between the layers, because relu(x / c) = relu(x) / c for c > 0. A GELU does not
 #   have this property. <!-- tests/notebooks/test_19_choose_your_precision.py -->
 #
 # ## What other frameworks call it
@@ -432,9 +432,9 @@ exercises.check_cases(answers)
 #
 # ### 2. Count the bits
 #
-# The function `product(a, b)` may round its inputs. Complete `bits_left`, which returns how many significant
-# bits of an input are left. To count the bits, find the largest k for which the product of 1 + 2^-k and 1 is still more than
-# 1. `product` takes and returns fp32 tensors of shape (1, 1).
+# `product(a, b)` multiplies two fp32 tensors of shape (1, 1), and may round them first. Complete `bits_left`, which
+# returns how many significant bits of an input are left. To count the bits, find the largest k for which the
+# product of 1 + 2^-k and 1 is still more than 1.
 
 
 # %%
@@ -500,9 +500,9 @@ exercises.check_outputs(outputs)
 # ### 4. Make it fit
 #
 # Complete `scale_down`. The model is a `Sequential` of a linear layer, a ReLU and a linear layer. With the
-# input `x`, the first layer returns values beyond ±1024. Change the model in place: move a power of two from
-# the first linear layer to the last layer. Then the outputs of the first layer should stay within ±1024,
-# and the outputs of the model should not change.
+# input `x`, the first layer returns values beyond ±1024. Change the model in place: move a power of two, as
+# small as possible, from the first linear layer to the last. Then the outputs of the first layer should stay
+# within ±1024, and the outputs of the model should not change.
 
 
 # %%
