@@ -157,8 +157,8 @@ print(message)
 assert "of order 2.0 for gradients from `parameters` is non-finite" in message
 
 # %% [markdown]
-# **Why.** If a gradient is infinite or NaN, so is the norm, and `error_if_nonfinite=True` raises an error.
-# With a `GradScaler`, an overflow now and then is normal, because the scaler raises the scale until a gradient
+# **Why.** If a gradient is infinite or NaN, so is the norm of order 2, and `error_if_nonfinite=True` raises an
+# error. With a `GradScaler`, an overflow now and then is normal, because the scaler raises the scale until a gradient
 # overflows. Then `scaler.step` skips the step, and `scaler.update` lowers the scale.
 #
 # **The fix.** In fp16, pass `error_if_nonfinite=False` (PyTorch's default), and let the scaler skip the step.
@@ -218,7 +218,7 @@ print("one block around the loop:", *[f"{loss:.1f}" for loss in stuck])
 assert stuck[0] == stuck[1] == stuck[2]
 
 # %% [markdown]
-# **Why.** By default, in eager mode, autocast keeps the 16-bit copies of trainable fp32 weights until the
+# **Why.** In eager training, autocast by default keeps the 16-bit copies of trainable fp32 weights until the
 # outermost block ends. Inside one block around the loop, the optimizer changes the weights, but the
 # forward pass uses the old copies.
 #
@@ -294,7 +294,7 @@ assert with_new > 10 * with_saved
 # **Why.** Some of the run's state is missing from the checkpoint, or has wrong values.
 #
 # Missing state: <!-- tests/notebooks/test_08d_loop_and_resume.py -->
-# - Without the optimizer's state, a new Adam moves weights by the full learning rate in its first step.
+# - Without the optimizer's state, the new Adam above moves the weight by the full learning rate in its first step.
 # - Without the scaler's state, a new `GradScaler` starts at 65536 by default, so the first steps may overflow and be
 #   skipped.
 #
@@ -323,7 +323,7 @@ assert step == step + 1 == 300
 # first steps can be too large. Repair the state or its dtype.
 #
 # **Notice it earlier.** Before you save, check that all parameters and buffers are finite. `amp-lab migrate`
-# searches a training script for checkpoints without the state of the scaler.
+# reports a script that resumes training without the state of the scaler.
 # <!-- tests/remedies/test_migrate_remedies.py -->
 
 # %% [markdown]

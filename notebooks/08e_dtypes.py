@@ -137,7 +137,7 @@ for dtype in HALF:
 
 # %% [markdown]
 # **Why.** A tensor that was computed in half precision in an autocast block keeps this dtype after the block,
-# where autocast no longer casts inputs. The next op therefore gets a half-precision tensor and an fp32 tensor.
+# where autocast no longer casts inputs. The op that fails gets a half-precision tensor and an fp32 tensor.
 #
 # In these cases, the cause is different:
 # - A layer says `mat1 and mat2 must have the same dtype, but got Float and Half`: [the model is in half precision
@@ -151,7 +151,7 @@ for dtype in HALF:
 # - The traceback contains `user_fn`: [a custom autograd function fails in
 #   backward](#A-custom-autograd-function-fails-in-backward).
 #
-# Inside the block, `addmm_` raises these errors too: use `addmm`, which returns a new tensor.
+# Inside the block, `addmm_` can raise the message with `self and mat2` too: use `addmm`, which returns a new tensor.
 # <!-- tests/remedies/test_dtype_remedies.py -->
 #
 # **The fix.** Convert the tensors that leave the block to fp32 with `.float()`. If a linear layer or a
@@ -365,7 +365,7 @@ assert x.half().new_zeros(4, 2).dtype is torch.float16
 #
 # **What you see.** `backward()` raises `expected scalar type Half but found Float`, or another message of
 # [the first section](#A-half-precision-output-leaves-the-block). The traceback contains the line
-# [`return user_fn(self, *args)`](https://github.com/pytorch/pytorch/blob/main/torch/autograd/function.py) and ends in a `backward` method that you or a library wrote.
+# [`return user_fn(self, *args)`](https://github.com/pytorch/pytorch/blob/main/torch/autograd/function.py) and, below it, a `backward` method that you or a library wrote.
 #
 # **The smallest program that does it.** We write a batched matmul as an `autograd.Function`.
 
@@ -571,7 +571,8 @@ assert torch.tensor(1e5).bfloat16().half() == torch.inf  # why not to convert bf
 # - `mat1 and mat2 must have the same dtype, but got Double and Float`
 # - `expected scalar type Double but found Float`
 # - `mixed dtype (CPU): all inputs must share same datatype.`, raised by a norm on a CPU
-# - `expected scalar type Long but found Float`, raised by `cross_entropy` if the class targets are floats.
+# - `expected target dtype to be Long or Byte, but got Float`, raised by `cross_entropy` on a CPU if the class
+#   targets are floats (in torch 2.11: `expected scalar type Long but found Float`)
 #
 # **The smallest program that does it.** We pass float64, int64 and uint8 arrays to layers and to a loss. Then
 # we pass float targets to `cross_entropy`, and a float64 input to a layer under autocast.
@@ -594,7 +595,7 @@ assert "but got Double and BFloat16" in message
 # targets of `cross_entropy` with `.long()`.
 #
 # **Not this.** Do not call `model.double()` or `torch.set_default_dtype(torch.float64)`. Autocast does not cast
-# float64, so no layer runs in half precision.
+# float64, so float64 layers do not run in half precision.
 
 # %%
 for array in (x.double().numpy(), x.long().numpy(), x.byte().numpy()):

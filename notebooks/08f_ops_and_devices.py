@@ -64,8 +64,8 @@ device, scale = start()  # AMP_LAB_DEVICE and AMP_LAB_SCALE override the choice
 # `torch.nn.functional.binary_cross_entropy and torch.nn.BCELoss are unsafe to autocast.` Under autocast on a CPU
 # or on MPS, the same line runs. <!-- tests/notebooks/test_08f_ops_and_devices.py -->
 #
-# **The smallest program that does it.** We use autocast's rules for CUDA on fake tensors
-# (`cuda_rules`), which need no GPU.
+# **The smallest program that does it.** `cuda_rules` switches on CUDA's autocast for fake tensors: they have a
+# dtype but no data, so they need no GPU.
 
 # %%
 with cuda_rules():
@@ -79,9 +79,9 @@ if torch.cuda.is_available():  # the real thing
         assert message in message_of(lambda: nn.BCELoss()(p, p))
 
 # %% [markdown]
-# **Why.** For a target of 1 and a probability p, the gradient of this loss is -1/p. If p is in fp16, its
-# gradient is in fp16 too, and can overflow for a small p. For this reason, autocast on CUDA and XPU [refuses the
-# loss](https://docs.pytorch.org/docs/stable/amp.html), even for fp32 inputs.
+# **Why.** For one element with a target of 1 and a small probability p, the gradient of this loss is -1/p. If p
+# is in fp16, its gradient is in fp16 too, where -1/p can overflow. For this reason, autocast on CUDA and XPU
+# [refuses the loss](https://docs.pytorch.org/docs/stable/amp.html), even for fp32 inputs.
 #
 # **The fix.** Remove the sigmoid, and pass the logits to `nn.BCEWithLogitsLoss`. Autocast on CUDA computes this
 # loss in fp32. Where you need probabilities, compute them with `logits.float().sigmoid()`. If you must keep
@@ -156,20 +156,21 @@ with cuda_rules():
     print(message_of(lambda: torch.rand(2, device="cuda").half().quantile(0.5)))
 
 # %% [markdown]
-# **Why.** The op has no kernel for this dtype on this device. Under autocast, the layer before the op often
-# returns 16 bits. Autocast casts them back to fp32 for the ops on its fp32 list.
+# **Why.** The op does not support this dtype on this device. Under autocast, the layer before the op often returns
+# a 16-bit tensor. Autocast casts this tensor to fp32 for the ops on its [fp32
+# list](https://docs.pytorch.org/docs/stable/amp.html#autocast-op-reference).
 #
-# Each device has its own list. The quantile and the inverse are on the list of the CPU, but not on that of CUDA.
-# The determinant is on neither list. <!-- tests/notebooks/test_08f_ops_and_devices.py -->
+# Each type of device has its own list. The CPU's list contains `quantile` and `linalg.inv`, but CUDA's does not.
+# Neither contains `linalg.det`. <!-- tests/notebooks/test_08f_ops_and_devices.py -->
 #
-# **The fix.** Call `.float()` on the input of this op. If the next layer needs 16 bits, cast the result back.
+# **The fix.** Call `.float()` on the input of this op. If the next layer needs a 16-bit input, cast the result back.
 #
 # If this does not help, the op probably contains a matmul, as `torch.sparse.mm` and
 # [`torch.pca_lowrank`](https://github.com/pytorch/pytorch/issues/99710) do: autocast casts the input of the
 # matmul to 16 bits again. Run the op inside `with torch.autocast(device_type, enabled=False):`, and keep the
 # `.float()`.
 #
-# **Not this.** Before a Cholesky decomposition, do not compute the Gram or covariance matrix in 16 bits and cast it
+# **Not this.** Before a Cholesky decomposition, do not compute the covariance matrix in 16 bits and cast it
 # afterwards: the rounded matrix may no longer be positive definite. Switch autocast off and call `.float()` before
 # the matmul.
 
@@ -277,9 +278,9 @@ assert (prediction.half().numpy() + 1).dtype == "float16"
 #
 # Or `torch.is_autocast_enabled` raises `unknown device type for autocast`.
 #
-# **The smallest program that does it.** We call `torch.autocast` for the device `meta`, first with a dtype and
-# then without one. We ask whether autocast is enabled for `meta`. Then we pass a `torch.device` instead of a
-# string. Finally, we ask for fp32 on MPS.
+# **The smallest program that does it.** We call `torch.autocast` for the device `meta` (tensors without data),
+# first with a dtype and then without one. We ask whether autocast is enabled for `meta`. Then we pass a
+# `torch.device` instead of a string. Finally, we ask for fp32 on MPS.
 
 # %%
 print(message_of(lambda: torch.autocast("meta", dtype=torch.bfloat16)))
@@ -298,7 +299,7 @@ print(warnings_of(lambda: torch.autocast("mps", dtype=torch.float32)))
 # has autocast for fp16 from torch 2.5 on, and for bf16 from 2.6 on
 # ([Accelerate](https://github.com/huggingface/accelerate/blob/main/src/accelerate/accelerator.py)).
 #
-# **The fix.** Pass `tensor.device.type`, not `str(tensor.device)`. To run a block in fp32, write
+# **The fix.** Pass `tensor.device.type`, not `tensor.device`. To run a block in fp32, write
 # `enabled=False`, not `dtype=torch.float32`, and call `.float()` on the inputs of the block. If you do not know
 # whether the device has autocast, check `torch.amp.is_autocast_available(device_type)` first.
 
@@ -419,9 +420,9 @@ with without_bf16:
 # **What you see.** The FFT raises one of these messages:
 # - `cuFFT only supports dimensions whose sizes are powers of two when computing in half precision`, on CUDA
 #   ([its source](https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/native/cuda/CuFFTPlanCache.h))
-# - `Unsupported dtype Half`, on the CPU
+# - `Unsupported dtype Half`, on a CPU with MKL
 #
-# **The smallest program that does it.** We take the spectrum of 100 numbers in 16 bits.
+# **The smallest program that does it.** We compute the spectrum of 100 numbers in fp16 and in bf16.
 
 # %%
 signal = torch.ones(100)
@@ -432,20 +433,19 @@ if torch.cuda.is_available():
     assert "cuFFT only supports dimensions whose sizes are powers of two" in on_cuda
 
 # %% [markdown]
-# **Why.** On CUDA, autocast does not cast the input of an FFT. So the FFT gets 16 bits if the layer before it
-# returns 16 bits. cuFFT has fp16 kernels only for sizes that are powers of two. PyTorch has no 16-bit FFT kernels
-# for a CPU. <!-- tests/notebooks/test_08f_ops_and_devices.py -->
+# **Why.** On CUDA, autocast does not cast the input of an FFT. So the FFT gets a 16-bit input if the layer before
+# it returns one. cuFFT, NVIDIA's FFT library, has fp16 kernels only for sizes that are powers of two. PyTorch has no
+# 16-bit FFT kernels for a CPU. <!-- tests/notebooks/test_08f_ops_and_devices.py -->
 #
-# `torch.stft` calls the same kernels. On CUDA, `torch.stft` of an fp16 signal returns complex numbers
-# with two fp16 parts (`ComplexHalf`). CUDA has no matmul for these numbers.
-# <!-- tests/tracing/test_kernel_limits.py -->
+# `torch.stft` calls the same kernels. On CUDA, an fp16 `torch.fft.rfft` returns complex numbers with two fp16 parts
+# (`ComplexHalf`). CUDA has no matmul for these numbers. <!-- tests/tracing/test_kernel_limits.py -->
 #
 # **The fix.** Run the transform inside `with torch.autocast(device_type, enabled=False):`, and call `.float()` on
-# its input. In the same block, run the matmuls of the spectrum, and compute its power and the logarithm of the
-# power. Then cast the result to the dtype of the next layer.
+# its input. Keep what uses the spectrum in this block: its matmuls, its power and the logarithm of the power. Then
+# cast the result to the dtype of the next layer.
 #
-# `model.half()` also casts the buffers of a module, such as the window of a spectrogram. *After* `model.half()`,
-# call `.float()` on the module that computes the spectrogram.
+# `model.half()` also casts floating-point buffers, such as the window of a spectrogram. *After* `model.half()`, call
+# `.float()` on the module that computes the spectrogram.
 # <!-- tests/notebooks/test_08f_ops_and_devices.py -->
 #
 # **Not this.** Do not pad the signal to a power of two only to stay in fp16. Powers easily become too large
@@ -479,14 +479,13 @@ assert torch.fft.rfft(torch.ones(512)).abs().square().max() > 65504
 # Colab cuda works MacBook stops"""
 # -->
 #
-# **What you see.** If you create a float64 tensor on the device, or move one to the device, you get one of these
-# errors:
+# **What you see.** On these GPUs, a float64 tensor causes an error:
 # - `Cannot convert a MPS Tensor to float64 dtype as the MPS framework doesn't support float64.`, on a Mac
 #   ([its source](https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/mps/EmptyTensor.cpp))
 # - `Required aspect fp64 is not supported on the device`, on an Intel Arc A ([a
 #   report](https://github.com/intel/torch-xpu-ops/issues/1742))
 #
-# **The smallest program that does it.** We move a NumPy array to the GPU of a Mac.
+# **The smallest program that does it.** On a Mac, the last line moves the NumPy array to the GPU.
 
 # %%
 weights = torch.from_numpy(np.ones(3))
@@ -496,7 +495,7 @@ if torch.backends.mps.is_available():
 
 # %% [markdown]
 # **Why.** Apple's GPUs and Intel's Arc A do not support float64. NumPy's floating-point arrays are float64
-# by default. In older versions, `GradScaler.unscale_` also created a float64 tensor ([issue
+# by default. In older versions, `GradScaler.unscale_` also created a float64 tensor on MPS ([issue
 # 142397](https://github.com/pytorch/pytorch/issues/142397)).
 #
 # **The fix.** Convert the tensor to fp32 before you move it: `torch.from_numpy(array).float().to("mps")`. In
@@ -609,15 +608,15 @@ tokens = torch.rand(1, 2, 16, 64)  # batch, heads, tokens, features
 print(message_of(lambda: xray(FlashOnly(), tokens, dtype=torch.float32)).split(";")[0])
 
 # %% [markdown]
-# **Why.** None of the allowed kernels supports this call. On NVIDIA GPUs, the flash attention and cuDNN kernels by
-# default need an Ampere GPU or newer, and support only fp16 and bf16. If training works, the cause is often a call
-# outside autocast, with fp32 inputs, for example in the evaluation.
+# **Why.** PyTorch has several kernels for attention. None of the allowed ones supports this call. On NVIDIA GPUs,
+# the flash attention and cuDNN kernels by default need an Ampere GPU or newer, and support only fp16 and bf16. If
+# training works, the cause is often a call outside autocast, with fp32 inputs, for example in the evaluation.
 #
 # **The fix.** Run the call under autocast, or cast q, k and v to fp16 or bf16. If you need fp32, also allow
 # `SDPBackend.EFFICIENT_ATTENTION`. If no other kernel supports your call, allow `SDPBackend.MATH`. It has none of
 # these limits. <!-- tests/tracing/test_kernel_limits.py -->
 #
-# With `dtype=torch.bfloat16`, X-ray runs the model under autocast. Then no error is raised:
+# With `dtype=torch.bfloat16`, X-ray checks the model under autocast. Then no error is raised:
 
 # %%
 assert not xray(FlashOnly(), tokens, dtype=torch.bfloat16).raised

@@ -214,7 +214,7 @@ assert (plain.ops, amp.ops, amp.casts) == (5, 16, 11)
 # %% [markdown]
 # **Why.** AMP speeds up large matrix multiplications and convolutions, on hardware with fast 16-bit
 # units. Small layers can become slower, because autocast adds a cast for each weight, bias and fp32 input. If
-# the data loader or the CPU is the bottleneck, faster matmuls change nothing.
+# a GPU mostly waits for the data loader or the CPU, faster matmuls save little time.
 #
 # Other causes:
 # - **The hardware** has no fast units for this dtype ([known
@@ -229,9 +229,9 @@ assert (plain.ops, amp.ops, amp.casts) == (5, 16, 11)
 #   or the clock was read [before the GPU had finished](04_fp32_vs_amp.ipynb#How-not-to-measure).
 #
 # **The fix.** Time one step in each precision, on a batch that is already on the GPU. If AMP is faster on this
-# batch, make the data loader faster. If AMP is not faster, use larger batches and a dtype that `amp-lab doctor`
-# reports as fast. For inference, cast the weights once. [Notebook 10](10_speed_ladder.ipynb#Where-AMP-loses)
-# shows at which sizes AMP is faster. <!-- tests/cli/test_cli.py -->
+# batch, make the data loader faster. If AMP is not faster, use larger batches and the dtype that `amp-lab doctor`
+# recommends. For inference, cast the weights once. [Notebook 10](10_speed_ladder.ipynb#Where-AMP-loses)
+# measures at which sizes AMP is faster. <!-- tests/cli/test_cli.py -->
 #
 # **Not this.** Do not call `model.half()` before training to avoid the casts. fp16 weights lose small updates.
 
@@ -406,7 +406,7 @@ assert all(p.nbytes == 2 * p.numel() for p in nn.Linear(2, 2).bfloat16().paramet
 # outputs classes odd"""
 # -->
 #
-# **What you see.** A matmul in FP8 raises one of the messages below. In fp16 and bf16 there is no message.
+# **What you see.** A matmul in FP8 raises one of the messages below.
 #
 # **The smallest program that does it.** Tensors on the `meta` device have no data, but PyTorch checks their sizes
 # [as for CUDA](https://github.com/pytorch/pytorch/blob/main/torch/_meta_registrations.py). We multiply in FP8 with an inner size of 100, then with the 50257
@@ -430,7 +430,7 @@ print(message_of(lambda: torch._scaled_grouped_mm(fp8(32, 100), fp8(64, 100).T, 
 
 # %% [markdown]
 # **Why.** In FP8, PyTorch's matmul for CUDA refuses inner sizes and numbers of columns that are not multiples
-# of 16. In fp16 and bf16 other sizes run, but may be slower.
+# of 16. In fp16 and bf16, an ordinary matmul runs with other sizes, but may be slower.
 #
 # NVIDIA
 # [recommends](https://docs.nvidia.com/deeplearning/performance/dl-performance-matrix-multiplication/index.html#requirements-tc)
@@ -442,8 +442,8 @@ print(message_of(lambda: torch._scaled_grouped_mm(fp8(32, 100), fp8(64, 100).T, 
 # [SGLang](https://github.com/sgl-project/sglang/issues/3345) refuses the sizes of an FP8 checkpoint, use a
 # smaller tensor-parallel size.
 #
-# In a padded vocabulary, the logits of the real tokens stay the same. Ignore the logits of the padding tokens
-# before you choose a token.
+# In a padded vocabulary, the logits of the real tokens stay the same up to rounding. Ignore the logits of the
+# padding tokens before you choose a token.
 
 # %%
 padded = math.ceil(50257 / 64) * 64
@@ -454,7 +454,7 @@ with torch.no_grad():
 torch.testing.assert_close(larger(x)[:, :5], head(x))
 
 # %% [markdown]
-# **Notice it earlier.** Under autocast for a GPU, `amp-lab xray` reports large matmuls whose sizes are not
+# **Notice it earlier.** Under autocast for a GPU, `amp-lab xray` names the largest matmuls whose sizes are not
 # multiples of 8.
 # <!-- tests/tracing/test_advice.py -->
 
