@@ -538,7 +538,7 @@ exercises.check_compiled(compile_scaled)
 # ## Further reading
 #
 # - Keras, [Mixed precision](https://keras.io/api/mixed_precision/): policies.
-# - Keras, [Writing a custom training loop in
-#   PyTorch](https://keras.io/guides/custom_train_step_in_torch/) and [in
+# - Keras, Customizing what happens in `fit()` [with
+#   PyTorch](https://keras.io/guides/custom_train_step_in_torch/) and [with
 #   TensorFlow](https://keras.io/guides/custom_train_step_in_tensorflow/).
 # - P. Micikevicius et al., [Mixed precision training](https://arxiv.org/abs/1710.03740), 2018.

@@ -422,7 +422,7 @@ report
 # - The head, `token.weight`, has no SQNR in these formats, because its output size, here 88, is not a [multiple
 #   of 16](08g_speed_and_memory.ipynb#A-size-is-not-a-multiple-of-16-or-8).
 #
-# The last rows show the errors of the whole model, with the starred layers in fp32. The verdict *accurate enough
+# The *error* rows show the errors of the whole model, with the starred layers in fp32. The verdict *accurate enough
 # in one step* does not show that the model learns. In a terminal, `amp-lab rehearse --steps 20` also trains
 # copies of the model. <!-- tests/cli/test_rehearse_command.py -->
 #
