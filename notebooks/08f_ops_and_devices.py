@@ -83,8 +83,8 @@ if torch.cuda.is_available():  # the real thing
 # is in fp16, its gradient is in fp16 too, where -1/p can overflow. For this reason, autocast on CUDA and XPU
 # [refuses the loss](https://docs.pytorch.org/docs/stable/amp.html), even for fp32 inputs.
 #
-# **The fix.** Remove the sigmoid, and pass the logits to `nn.BCEWithLogitsLoss`. Autocast on CUDA computes this
-# loss in fp32. Where you need probabilities, compute them with `logits.float().sigmoid()`. If you must keep
+# **The fix.** Remove the sigmoid, and pass the logits to `nn.BCEWithLogitsLoss`. For this loss, autocast on CUDA
+# casts 16-bit logits to fp32. Where you need probabilities, compute them with `logits.float().sigmoid()`. If you must keep
 # `nn.BCELoss`, pass it these fp32 probabilities inside
 # `with torch.autocast(device_type, enabled=False):`. <!-- tests/notebooks/test_08f_ops_and_devices.py -->
 #
@@ -139,8 +139,8 @@ assert F.binary_cross_entropy_with_logits(perfect, target) > 0.31  # the second 
 # - `linalg.inv: Low precision dtypes not supported. Got Half`
 # - `quantile() input tensor must be either float or double dtype`
 #
-# **The smallest program that does it.** We give ops 16-bit tensors, and take a quantile under autocast's
-# rules for CUDA.
+# **The smallest program that does it.** We pass 16-bit tensors to six ops, the last one under CUDA's
+# autocast.
 
 # %%
 half, brain = torch.eye(2).half(), torch.eye(2).bfloat16()
