@@ -105,8 +105,8 @@ with torch.autocast("xpu", dtype=torch.float16):  # neither a warning nor an eff
     assert (x @ x.T).dtype is torch.float32
 
 # %% [markdown]
-# **Notice it earlier.** Do not call `torch.is_autocast_enabled()` without a device: it asks only
-# about CUDA. Call `torch.is_autocast_enabled(x.device.type)`. <!-- tests/notebooks/test_08g_speed_and_memory.py -->
+# **Notice it earlier.** Do not call `torch.is_autocast_enabled()` without a device: it does not
+# ask about the CPU. Call `torch.is_autocast_enabled(x.device.type)`. <!-- tests/notebooks/test_08g_speed_and_memory.py -->
 
 # %% [markdown]
 # ## A thread runs without autocast or in another dtype

@@ -1,4 +1,4 @@
-"""Find questions about autocast that answer for CUDA only."""
+"""Find questions about autocast that name no device."""
 
 from amp_lab.core.remedies import remedy
 from amp_lab.migrate.tree.code_reader import CodeReader, Mistakes
@@ -9,8 +9,8 @@ TRIGGERS = ("is_autocast_enabled",)
 _WITHOUT_DEVICE = remedy(
     "migrate.asked_without_device",
     "torch.is_autocast_enabled() is called without a device",
-    "without a device, this asks about CUDA only, and is False in an autocast block for another "
-    "device: call torch.is_autocast_enabled(device_type)",
+    "without a device, this does not ask about the CPU, and can be False in an autocast block: "
+    "call torch.is_autocast_enabled(device_type)",
     failure="AMP0288",
 )
 
