@@ -346,8 +346,9 @@ assert stayed[1e-3] > 0.5
 
 # %% [markdown]
 # Neighbouring [normal bf16 numbers](01_number_formats.ipynb) are 0.4 to 0.8 % apart, and each value is rounded to
-# the nearest one. Here, if the update is a thousandth of the weight, most changes are too small to reach the
-# next number. These values stay the same, and a large part of the update is lost. So choose one of these:
+# the nearest one. Here, if the update is a thousandth of the weight, most changes are less than half of the
+# distance to the next number. These values stay the same, and a large part of the update is lost. So choose one
+# of these:
 #
 # - Keep the adapter separate.
 # - Merge into a copy in **fp32**.
