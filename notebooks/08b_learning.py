@@ -514,8 +514,8 @@ assert total_of(torch.tensor(0.0, dtype=torch.bfloat16)) == 1024
 # **Why.** From 1024 to 2048, bf16 numbers are 8 apart, so adding a loss of 2.5 to a sum of 1024 changes nothing. If
 # you log the increase of the sum, the log shows 0.
 #
-# **The fix.** Add up losses and metrics in fp32: start with `torch.zeros((), dtype=torch.float32)`, or add
-# `loss.item()` to a Python number.
+# **The fix.** Add up losses and metrics in fp32: start with
+# `torch.zeros((), dtype=torch.float32, device=loss.device)`, or add `loss.item()` to a Python number.
 
 # %%
 assert total_of(torch.zeros((), dtype=torch.float32)) == 2500

@@ -473,7 +473,9 @@ assert "Closure use is not currently supported if GradScaler is enabled." in mes
 # does not skip this step, and the weights become NaN permanently. <!-- tests/notebooks/test_08c_scaler.py -->
 #
 # **The fix.** Use bf16 or fp32 with `GradScaler(enabled=False)`, which passes the closure on to the
-# optimizer. In bf16, one step lowers our loss to less than 1 % of its value:
+# optimizer.
+#
+# In bf16, one step lowers our loss to less than 1 % of its value:
 
 # %%
 before, after = lbfgs(torch.amp.GradScaler("cpu", enabled=False), torch.bfloat16)
@@ -482,8 +484,8 @@ assert after < 0.01 * before
 
 # %% [markdown]
 # **Not this.** Do not write `scaler.step(optimizer, closure)`. The scaler does not notice a closure that
-# is passed by position. If gradients exist already, the optimizer then steps with the scaled gradients of
-# the closure, without a check for infinities. <!-- tests/notebooks/test_08c_scaler.py -->
+# is passed by position. If finite gradients exist already, the optimizer then steps with the scaled
+# gradients of the closure, without a check for infinities. <!-- tests/notebooks/test_08c_scaler.py -->
 
 # %% [markdown]
 # ## The scheduler warns that it came before the optimizer
@@ -545,6 +547,7 @@ assert "Detected call of `lr_scheduler.step()` before `optimizer.step()`." in me
 # **The fix.** Compare `scaler.get_scale()` before and after `scaler.update()`, and advance the schedule
 # only if the scale did not fall. With one optimizer, `update` lowers the scale exactly when the step
 # was skipped (unless the scale is 0 already). <!-- tests/numerics/test_scale_log.py -->
+#
 # In Lightning, if your schedulers have `interval="step"`, override these two methods of your `LightningModule`:
 # <!-- tests/notebooks/test_08c_scaler.py -->
 #
