@@ -166,8 +166,9 @@ assert layer.weight.grad.dtype is torch.float32
 # converted them to fp32, the dtype of their parameters.
 #
 # `unscale_` divides the gradients by the scale, in place, and records whether any of them is infinite or
-# NaN. Call `unscale_` before you clip or log gradients. A loop that does neither can leave out the call:
-# `step` then [unscales the gradients itself](https://docs.pytorch.org/docs/stable/notes/amp_examples.html).
+# NaN. Call `unscale_` before you read or change gradients, for example to clip them. Other loops can leave
+# out the call: `step` then [unscales the gradients
+# itself](https://docs.pytorch.org/docs/stable/notes/amp_examples.html).
 
 # %%
 scaler.unscale_(optimizer)  # AMP: optional
