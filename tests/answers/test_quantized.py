@@ -320,6 +320,7 @@ def test_preparing_for_kbit_training_turns_on_gradient_checkpointing():
 
 @pytest.mark.parametrize("config", ["Int8WeightOnlyConfig", "Float8WeightOnlyConfig"])
 def test_weights_for_inference_have_no_gradients(config):
+    """AMP0283."""
     quantization = pytest.importorskip("torchao.quantization", reason="torchao is not installed")
     model = Net()
     quantization.quantize_(model, getattr(quantization, config)())
