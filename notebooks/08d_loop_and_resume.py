@@ -323,7 +323,7 @@ assert step == step + 1 == 300
 # first steps can be too large. Repair the state or its dtype.
 #
 # **Notice it earlier.** Before you save, check that all parameters and buffers are finite. `amp-lab migrate`
-# reports a script that resumes training without the state of the scaler.
+# looks for code that resumes training without the state of the scaler.
 # <!-- tests/remedies/test_migrate_remedies.py -->
 
 # %% [markdown]

@@ -387,8 +387,8 @@ with without_bf16:
 # **Not this.** Do not choose bf16 because `torch.cuda.is_bf16_supported()` returns True: it also returns True
 # on a GPU that only emulates bf16. On an NVIDIA GPU, pass `including_emulation=False`.
 # <!-- tests/notebooks/test_19_choose_your_precision.py --> On an AMD GPU, the function can return True in spite
-# of this argument ([on an RX 6600](https://github.com/unslothai/unsloth/pull/7682)). Look the GPU up in [AMD's
-# table](https://rocm.docs.amd.com/projects/HIP/en/docs-6.3.2/reference/hardware_features.html).
+# of this argument ([on an RX 6600](https://github.com/unslothai/unsloth/pull/7682)). Look up its architecture in
+# [AMD's table](https://rocm.docs.amd.com/projects/HIP/en/docs-6.3.2/reference/hardware_features.html).
 #
 # **Notice it earlier.** To measure which dtypes are fast on your GPU, run `amp-lab doctor`.
 # <!-- tests/core/test_device.py -->
@@ -544,9 +544,10 @@ print(f"v is {v.dtype}, q is {q.dtype}")
 assert q.dtype is torch.float32
 
 # %% [markdown]
-# **Why.** This kernel takes only fp16 and bf16, and autocast does not cast its inputs. One usual cause is an
-# fp32 model that runs without autocast. Another cause is a norm or a rotary embedding that returns q and k in
-# fp32, even under autocast.
+# **Why.** This kernel takes only fp16 and bf16, and autocast does not cast the inputs of [`flash-attn`'s
+# functions](https://github.com/Dao-AILab/flash-attention/blob/main/flash_attn/flash_attn_interface.py). One usual
+# cause is an fp32 model that runs without autocast. Another cause is a norm or a rotary embedding that returns q
+# and k in fp32, even under autocast.
 #
 # **The fix.** Cast q, k and v to one 16-bit dtype right before the call. Or call
 # `F.scaled_dot_product_attention` under autocast, which casts q, k and v. For inference with transformers, load the
