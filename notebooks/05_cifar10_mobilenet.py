@@ -252,8 +252,7 @@ print(f"seeds differ by up to {100 * spread:.1f} points, standard error {100 * e
 
 # %% [markdown]
 # The last line gives both effects. The yardstick is its first number plus twice its second number. Here
-# the precisions differ about as much as the seeds. This is less than the yardstick, so the difference does
-# not count.
+# the accuracies of the two precisions differ by less than the yardstick, so the difference does not count.
 #
 # This yardstick is coarse. With three seeds and 225 images, we could miss a real difference of a few
 # points.
@@ -261,7 +260,7 @@ print(f"seeds differ by up to {100 * spread:.1f} points, standard error {100 * e
 # ## Find the slow layers
 #
 # On a CPU, AMP can make MobileNetV2 *slower*. To find the slow layers, we time each kind of convolution
-# separately. After its first convolution, MobileNetV2 has two kinds:
+# separately: the first convolution, and then two kinds:
 # <!-- tests/notebooks/test_05_cifar10_mobilenet.py -->
 #
 # - Its *pointwise* convolutions have 1x1 kernels. Each is a matmul over the channels.

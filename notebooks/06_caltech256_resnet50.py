@@ -76,8 +76,8 @@ with torch.device("meta"):
 # ## A frozen backbone and a new head
 #
 # We use the images of Caltech-256 if they are in `data/`, and pretrained weights if torchvision has them in
-# its cache. If you set `DOWNLOAD` to `True`, what is missing is fetched. By default, random weights or
-# generated pictures take its place. The pictures are in a temporary folder with the layout of Caltech-256,
+# its cache. If images or weights are missing, we use generated pictures or random weights instead. To fetch
+# them, set `DOWNLOAD` to `True`. The generated pictures are in a temporary folder with the layout of Caltech-256,
 # so they too load as the data set `caltech256`. <!-- tests/train/data/test_downloads.py -->
 
 # %% tags=["nbval-ignore-output"]
@@ -205,10 +205,9 @@ for precision in precisions:
     assert abs(accuracy - fp32_accuracy) <= 3 * 2**0.5 * error
 
 # %% [markdown]
-# The percentage beside a loss is the difference from FP32. An accuracy of 25 % is chance for four
-# classes: a network at this accuracy has learned nothing that the test shows.
-#
-# One run of each precision cannot show whether a few percent come from the precision or from chance.
+# The percentage beside a loss is the difference from FP32. One run of each
+# precision cannot show whether a few percent come from the precision or from chance. The generated pictures have
+# four classes here, so a network that only guesses has an accuracy of about 25 %.
 #
 # Look at the tutorial's table again. How much faster was AMP? Besides the precision, what else differs
 # between the two runs, and how many steps did each run take?
@@ -304,7 +303,7 @@ for dtype in (torch.float32, torch.bfloat16):
     assert abs(fake / counted - 1) < 0.001  # a few small buffers may differ in dtype
 
 # %% [markdown]
-# Here, in whole MiB, the counts are equal. Now we count the memory of the three rows of the tutorial's table. For AMP we
+# Rounded to MiB, the counts are equal. Now we count the memory of the three rows of the tutorial's table. For AMP we
 # use bf16, which takes as many bytes as fp16. Before you run this: how much will AMP need at batch
 # 512, compared with FP32 at 256 and at 512?
 
@@ -322,9 +321,9 @@ assert 0.85 < gib["FP32, batch 512"] / 6 < 1
 
 # %% [markdown]
 # AMP needs only slightly more memory for 512 images than FP32 needs for 256. FP32 with 512 images takes
-# most of the 6 GiB. It leaves less than 1 GiB for memory that we do not count, such as what an operation
-# allocates only while it runs, and [what CUDA and its
-# libraries allocate](https://docs.pytorch.org/docs/stable/torch_cuda_memory.html) outside of PyTorch. So
+# most of the 6 GiB. Less than 1 GiB is left for memory that we do not count. An operation can
+# allocate memory while it runs, and [CUDA and its
+# libraries](https://docs.pytorch.org/docs/stable/torch_cuda_memory.html) allocate memory outside of PyTorch. So
 # 6 GiB can be too little for FP32 at batch 512.
 #
 # ## Train the backbone too
@@ -349,7 +348,7 @@ _ = figures.memory_by_dtype(
 )
 
 # %% [markdown]
-# With 512 images, the step does not fit. Each bar is the peak memory of two steps, split by dtype. The
+# With 512 images, the step does not fit, even with AMP. Each bar is the peak memory of two steps, split by dtype. The
 # dashed line is the GPU's 6 GiB. With the backbone trained (right), both bars reach far beyond the line.
 #
 # AMP does not make these tensors smaller:
@@ -367,8 +366,8 @@ workspace.cleanup()  # deletes generated pictures
 # %% [markdown]
 # ## Summary
 #
-# - Of our frozen backbone, autograd saves only the output. In our counts, freezing the backbone saves far
-#   more memory than AMP does. In training mode, the running averages still change.
+# - In our counts, a step with a frozen backbone needs far less memory. AMP makes a smaller difference. In
+#   training mode, the running averages of a frozen backbone still change.
 # - In our ResNet-50, AMP halves the output of every layer. Weights, their gradients, optimizer state and
 #   images stay in fp32. <!-- tests/notebooks/test_06_caltech256_resnet50.py -->
 # - Under `FakeTensorMode`, our dispatch mode counts the memory of a step that does not fit into your

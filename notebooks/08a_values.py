@@ -75,7 +75,7 @@ x = torch.tensor([[1.0, 2.0]])  # (1, 2), the input of most programs below
 # **What you see.** The loss is `nan` in fp16. In fp32 the loss is fine.
 #
 # **The smallest program that does it.** We pass the output of a layer with large weights to a normalisation. The
-# same function computes the loss in fp32, fp16 and bf16.
+# same function computes the loss in each dtype.
 
 
 # %%
@@ -176,7 +176,7 @@ assert added[0].isnan().all()
 # %% [markdown]
 # **Why.** The constant, often -1e9, lies outside the range of the tensor's dtype. In eager mode, `masked_fill`
 # checks the constant and refuses it. Addition, `torch.where` and `scores[0, 0] = -1e9` do not check it: in fp16
-# they give -inf.
+# they give -inf. If all scores of a row are -inf, the softmax of the row is NaN.
 # <!-- tests/notebooks/test_08a_values.py -->
 #
 # **The fix.** Fill with `torch.finfo(scores.dtype).min`, the lowest finite number of the dtype.
@@ -190,7 +190,7 @@ assert torch.where(mask, -1e9, scores).isinf().any()
 
 # %% [markdown]
 # **Not this.** Do not *add* the lowest number to the scores: in fp16 the sum is -inf again if the score is -16 or
-# less.
+# less, and then the second row below is NaN.
 
 # %%
 added = (-20 * scores + mask.half() * lowest).softmax(-1)
@@ -476,7 +476,7 @@ assert (2 * pixels / (pixels + pixels)).isnan()  # a Dice score
 
 # %% [markdown]
 # **Notice it earlier.** If all gradients of a layer are zero, wrap the step in `find_nonfinite`. It also
-# reports an overflow in a divisor, as here. <!-- tests/numerics/test_nonfinite.py -->
+# reports a divisor that is infinite, as here. <!-- tests/numerics/test_nonfinite.py -->
 
 # %% [markdown]
 # ## Training is fine but evaluation is NaN

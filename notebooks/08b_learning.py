@@ -178,9 +178,9 @@ torch.testing.assert_close(kept, exact, rtol=2e-3, atol=0)  # 11 bits
 assert torch.tensor(1e-4 / 16384).bfloat16() > 0
 
 # %% [markdown]
-# **Notice it earlier.** `gradient_underflow` finds the smallest loss scale, as a power of two from 1 on, at which
-# at least 99.9 % of the nonzero gradient values that it counts do not become zero in fp16. The model itself
-# can run in fp32:
+# **Notice it earlier.** `gradient_underflow` finds the smallest loss scale (1, 2, 4, …) at which at most 0.1 % of
+# the nonzero gradient values become zero in fp16. It counts a sample of the values of a large tensor. The model
+# itself can run in fp32:
 
 # %%
 model, _ = make(nn.Linear(4, 64))
@@ -210,7 +210,7 @@ assert (report.outputs.lost(1.0), report.smallest_scale) == (1, 8)
 # `element 0 of tensors does not require grad and does not have a grad_fn`.
 #
 # **The smallest program that does it.** We run one pass without gradients and one pass with gradients,
-# in the same autocast block. In those versions the gradient was missing. In this one it is right:
+# in the same autocast block. In those versions the weight got no gradient. In this one the gradient is right:
 
 # %%
 model, _ = make()
@@ -223,8 +223,8 @@ assert torch.equal(model[0].weight.grad, x.expand(2, 2))  # right, in this versi
 
 # %% [markdown]
 # **Why.** By default, a pass under `torch.no_grad()` leaves cast copies of the weights in autocast's cache.
-# Before [the fix](https://github.com/pytorch/pytorch/pull/165068), which torch 2.11 has, these copies had no autograd
-# history. A later pass in the same block used these copies, so the weights got no gradient.
+# In older versions, these copies had no autograd history. A later pass in the same block used these copies, so the
+# weights got no gradient. Torch 2.11 has [a fix](https://github.com/pytorch/pytorch/pull/165068).
 #
 # **The fix.** Close the outermost autocast block after the evaluation and open another one for training, or
 # update PyTorch.
@@ -276,8 +276,8 @@ assert max(pointless) > 2.0**120
 assert pointless[-1] < max(pointless)  # it skips steps, too
 
 # %% [markdown]
-# In fp16 the scale alternates between 2^14 and 2^15. The largest gradient is 2: times 2^15 it is 65536, more than
-# fp16 can represent (65504). The scaler then skips the step and halves the scale. In bf16 the scale grows almost to
+# In fp16 the scale alternates between 2^14 and 2^15. The largest gradient of this model is 2. At a scale of 2^15
+# it becomes 65536, which is more than 65504, the largest number of fp16. The scaler then skips the step and halves the scale. In bf16 the scale grows almost to
 # the largest number of fp32 before the scaler skips a step. <!-- tests/notebooks/test_08b_learning.py -->
 #
 # **Why.** By default, a `GradScaler` has `enabled=True`. bf16 has nearly the range of fp32, so gradients rarely
@@ -321,7 +321,7 @@ assert set(scales_in(torch.bfloat16, enabled=False)) == {1.0}
 # words = "Kahan summation stochastic rounding master weights pure full bf16 AdamW RMSNorm LayerNorm LoRA peft update lost rounded stuck assign load_state_dict param_dtype fp32 main parameters optimizer_dtype FusedAdam convergence torchtune"
 # -->
 #
-# **What you see.** The loss stops falling, but with fp32 weights it keeps falling. Or some weights, such as
+# **What you see.** The loss stops falling earlier than with fp32 weights. Or some weights, such as
 # the weights of norms that start at 1, never change.
 #
 # **The smallest program that does it.** We load weights from a bf16 checkpoint with `assign=True`, so

@@ -94,13 +94,13 @@ assert "Attempting to unscale FP16 gradients." in message
 # - By default, PEFT trains a layer in `modules_to_save` in the dtype of the base
 #   model. <!-- tests/notebooks/test_08c_scaler.py -->
 #
-# In these two cases `scaler.step` raises no error, but [the weights may soon stop
+# In two other cases `scaler.step` raises no error, but [the weights may soon stop
 # moving](08b_learning.ipynb#Half-precision-weights-stop-moving):
 # - A fused optimizer of PyTorch divides the gradients by the scale itself, and does not check their dtype.
 #   If you clip, `unscale_` still raises the error. <!-- tests/notebooks/test_08c_scaler.py -->
-# - On the CPU, the scaler accepts bf16 parameters. On CUDA, they raise [another
+# - On the CPU, the scaler accepts bf16 parameters. (On CUDA, they raise [another
 #   error](https://github.com/pytorch/pytorch/issues/127176), which was [not yet
-#   fixed](https://github.com/pytorch/pytorch/pull/194947) in August 2026.
+#   fixed](https://github.com/pytorch/pytorch/pull/194947) in August 2026.)
 
 # %%
 step_with_parameters_in(torch.float16, torch.optim.AdamW, fused=True)

@@ -301,7 +301,7 @@ assert with_new > 10 * with_saved
 # Wrong values: <!-- tests/notebooks/test_08d_loop_and_resume.py -->
 # - The model was saved with `.half()`. A running variance of 100,000 becomes infinite in fp16.
 # - The *optimizer's* state was saved in bf16. Adam's `step` is a tensor too. In bf16, 301 is rounded to 300, and
-#   300 + 1 is rounded to 300 again, so on a CPU Adam by default no longer counts its steps. After you load such a
+#   300 + 1 is rounded to 300 again. So on a CPU, Adam by default no longer counts its steps. After you load such a
 #   state, set each `step` in `optimizer.state` to the true number, as an fp32 tensor.
 # - The checkpoint contained NaN already, for example in [buffers of batch
 #   normalisation](08a_values.ipynb#Training-is-fine-but-evaluation-is-NaN).

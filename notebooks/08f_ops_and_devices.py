@@ -89,8 +89,8 @@ if torch.cuda.is_available():  # the real thing
 # `with torch.autocast(device_type, enabled=False):`. <!-- tests/notebooks/test_08f_ops_and_devices.py -->
 #
 # **Not this.** Do not pass probabilities to `nn.BCEWithLogitsLoss`, which applies a second sigmoid. The
-# message disappears, but even a perfect prediction has a loss of at least 0.31. `.float()` on fp16 probabilities
-# does not help either: their gradient is cast back to fp16, where it can overflow.
+# message disappears, but even a perfect prediction has a loss of at least 0.31. `.float()` after the
+# sigmoid does not help either: the gradient of its fp16 output is in fp16 again, where it can overflow.
 
 # %%
 with cuda_rules():
@@ -158,7 +158,7 @@ with cuda_rules():
 # %% [markdown]
 # **Why.** The op does not support this dtype on this device. Under autocast, the layer before the op often returns
 # a 16-bit tensor. Autocast casts this tensor to fp32 for the ops on its [fp32
-# list](https://docs.pytorch.org/docs/stable/amp.html#autocast-op-reference).
+# list](https://docs.pytorch.org/docs/stable/amp.html#autocast-op-reference), but not for this op.
 #
 # Each type of device has its own list. The CPU's list contains `quantile` and `linalg.inv`, but CUDA's does not.
 # Neither contains `linalg.det`. <!-- tests/notebooks/test_08f_ops_and_devices.py -->
@@ -291,7 +291,7 @@ print(warnings_of(lambda: torch.autocast("mps", dtype=torch.float32)))
 
 # %% [markdown]
 # **Why.** `torch.autocast` takes the type of a device as a string, such as `"cuda"`, `"cpu"`, `"mps"` or `"xpu"`.
-# Some types, such as `"meta"`, have no autocast, and no default dtype for it. On a CPU, MPS or XPU, the dtype has
+# For some types, such as `"meta"`, there is no autocast. On a CPU, MPS or XPU, the dtype has
 # to be fp16 or bf16. If you ask for fp32, autocast warns and switches itself off. CUDA also accepts fp32.
 # <!-- tests/notebooks/test_08f_ops_and_devices.py -->
 #
@@ -610,7 +610,7 @@ print(message_of(lambda: xray(FlashOnly(), tokens, dtype=torch.float32)).split("
 
 # %% [markdown]
 # **Why.** PyTorch has several kernels for attention. None of the allowed ones supports this call. On NVIDIA GPUs,
-# the flash attention and cuDNN kernels by default need an Ampere GPU or newer, and support only fp16 and bf16. If
+# PyTorch's own flash attention and cuDNN kernels need an Ampere GPU or newer, and support only fp16 and bf16. If
 # training works, the cause is often a call outside autocast, with fp32 inputs, for example in the evaluation.
 #
 # **The fix.** Run the call under autocast, or cast q, k and v to fp16 or bf16. If you need fp32, also allow

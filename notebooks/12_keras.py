@@ -202,7 +202,8 @@ for name in POLICIES[:3]:
 
 # %% [markdown]
 # To train without a loss scale, pass `auto_scale_loss=False`. You can also lose the loss scale by accident: if
-# you set the policy only on the layers, the model still has the global policy, here `float32`.
+# you set the policy only on the layers, the model still has the global policy, which the next cell sets to
+# `float32`.
 
 # %%
 print("on purpose:", optimizer_of(new_head(), auto_scale_loss=False))

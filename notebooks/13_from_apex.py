@@ -162,7 +162,7 @@ assert table["O0"] == table["fp32 today"]
 #
 # Today O0 is a loop in fp32, without autocast. O1 is `torch.autocast` with `dtype=torch.float16` and a
 # `GradScaler`. We compare the losses of all steps. On a CPU, our check requires equality to the last bit. On a
-# GPU it allows 2^-9 (0.2 %) of the largest loss, as much as four roundings to fp16 (at most 2^-11 each).
+# GPU it allows four roundings to fp16, each of at most 2^-11 of the largest loss: together 2^-9.
 
 # %%
 SAME = 0 if device.type == "cpu" else 2**-9
@@ -278,14 +278,14 @@ torch.testing.assert_close(ours, theirs, rtol=SAME, atol=SAME)
 # |---|---|
 # | `delay_unscale=True`, to accumulate | `scale(loss).backward()` for each micro-batch, then one `step` |
 # | `num_losses=2`, `loss_id=1` | one scaler for all losses; with several optimizers, a `step` for each, then one `update` |
-# | `loss_scale=128.0` | `init_scale=128.0`, and `scaler.update(128.0)` instead of `update()`; with a fixed scale, torch still skips steps that overflow, but Apex did not |
+# | `loss_scale=128.0` | pass `init_scale=128.0`, and call `scaler.update(128.0)`; torch then still skips steps that overflow, but Apex did not |
 # | `min_loss_scale`, `max_loss_scale` | call `update()`; if `get_scale()` is then outside the limits, call `update(float(limit))` |
 # | `keep_batchnorm_fp32` | not needed: weights and statistics of batch norm stay fp32 | <!-- tests/notebooks/test_13_from_apex.py -->
 #
 # ## From torch.cuda.amp to torch.amp
 #
-# Both old `autocast` classes and `torch.cuda.amp.GradScaler` still work in torch 2.15, with a deprecation
-# warning:
+# `torch.cuda.amp.autocast`, `torch.cpu.amp.autocast` and `torch.cuda.amp.GradScaler` still work in torch 2.15,
+# with a deprecation warning:
 
 # %%
 for old_name in (torch.cuda.amp.autocast, torch.cpu.amp.autocast, torch.cuda.amp.GradScaler):
@@ -384,7 +384,7 @@ if find_spec("libcst") is not None:
     assert len(marks) == len(findings) == 3
 
 # %% [markdown]
-# Line 9 is the line that clips. For this line, our loop of today passes `model.parameters()`, because the
+# Line 9 is the line that clips. Our loop of today passes `model.parameters()` there, which is the same here, because the
 # optimizer updates all parameters of the model.
 #
 # ## Checkpoints that Apex wrote

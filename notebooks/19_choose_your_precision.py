@@ -204,8 +204,8 @@ torch.backends.cudnn.allow_tf32 = kept  # for the next cells; leave this line ou
 #
 # `torch.set_float32_matmul_precision` and `allow_tf32` are the old settings. PyTorch also has newer ones, such as
 # `torch.backends.cuda.matmul.fp32_precision`. If you change an old setting, PyTorch changes the new one too, but not
-# the other way round. If the two disagree, PyTorch can raise an error when some code reads the old setting, as
-# [Lightning](https://github.com/Lightning-AI/pytorch-lightning/issues/21256) does. The next cell changes the new
+# the other way round. If the two disagree and some code reads the old setting, PyTorch can raise an error.
+# [Lightning](https://github.com/Lightning-AI/pytorch-lightning/issues/21256) reads it, for example. The next cell changes the new
 # setting and reads the old one:
 
 # %%
