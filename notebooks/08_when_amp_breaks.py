@@ -92,26 +92,26 @@ assert failure.code == "AMP0018"
 # | [A norm written by hand overflows above 256](08a_values.ipynb#A-norm-written-by-hand-overflows-above-256) `AMP0006` | eval_loss is nan with fp16_full_eval and label smoothing over a large vocabulary |
 # | [Training is fine but evaluation is NaN](08a_values.ipynb#Training-is-fine-but-evaluation-is-NaN) `AMP0007` | every output is a normal number in train(), but NaN after model.eval() |
 # | [Anomaly detection stops at a harmless overflow](08a_values.ipynb#Anomaly-detection-stops-at-a-harmless-overflow) `AMP0008` | `` Function '…' returned nan values in its …th output. `` |
-# | [The input contains NaN or numbers above 65504](08a_values.ipynb#The-loss-is-NaN-because-an-activation-exceeds-65504) `AMP0112` | `` overflow encountered in cast `` |
-# | [The image is black because the VAE gives NaN in fp16](08a_values.ipynb#The-loss-is-NaN-because-an-activation-exceeds-65504) `AMP0064` | `` invalid value encountered in cast `` |
+# | [The input is not normalized, contains NaN or has no valid label](08a_values.ipynb#The-loss-is-NaN-because-an-activation-exceeds-65504) `AMP0112` | `` overflow encountered in cast `` |
+# | [The image is black or the latents are NaN: the VAE can overflow in fp16](08a_values.ipynb#The-loss-is-NaN-because-an-activation-exceeds-65504) `AMP0064` | `` invalid value encountered in cast `` |
 # | [Stable Diffusion's Unet gives NaN in fp16](08a_values.ipynb#The-loss-is-NaN-because-an-activation-exceeds-65504) `AMP0117` | `` A tensor with all NaNs was produced in Unet. `` |
-# | [An attention kernel gives NaN](../docs/compile_and_kernels.md#attention-gives-nan-on-an-h100-is-it-my-model-or-the-kernel) `AMP0113` | `` Function 'ScaledDotProductCudnnAttentionBackward0' returned nan values in its 0th output. `` |
+# | [An attention kernel can give NaN](../docs/compile_and_kernels.md#attention-gives-nan-on-an-h100-is-it-my-model-or-the-kernel) `AMP0113` | `` Function 'ScaledDotProductCudnnAttentionBackward0' returned nan values in its 0th output. `` |
 # | [The Trainer logs loss 0.0 and grad_norm nan](08a_values.ipynb#The-loss-is-NaN-because-an-activation-exceeds-65504) `AMP0114` | `` {'loss': 0.0, 'grad_norm': nan `` |
 # | [The CTC loss is inf or NaN](08a_values.ipynb) `AMP0115` | `` Function 'CtcLossBackward0' returned nan values in its 0th output. `` |
 # | [A gradient penalty is inf or NaN under AMP](07_training_recipes.ipynb#Penalise-gradients) `AMP0116` | GAN losses are NaN after a short time with amp, fine with amp=False |
-# | [NaN in bf16, although fp16 and fp32 are fine](08a_values.ipynb#The-loss-is-NaN-because-an-activation-exceeds-65504) `AMP0118` | bf16 training goes well for most of an epoch, then the loss turns to nan with sampled negatives or a softmax |
-# | [Attention in bf16 gives NaN on an AMD GPU](../docs/compile_and_kernels.md#how-do-i-see-which-attention-kernel-ran) `AMP0119` | NaN losses on ROCm from the first step |
+# | [NaN in bf16, although nothing overflows](08a_values.ipynb#The-loss-is-NaN-because-an-activation-exceeds-65504) `AMP0118` | bf16 training goes well for most of an epoch, then the loss turns to nan with sampled negatives or a softmax |
+# | [Attention in bf16 can give NaN on an AMD GPU](../docs/compile_and_kernels.md#how-do-i-see-which-attention-kernel-ran) `AMP0119` | NaN losses on ROCm from the first step |
 # | [fp16 gives NaN on a GTX 16, or ultralytics' AMP check fails](19_choose_your_precision.ipynb#Known-problems-of-each-device) `AMP0077` | `` AMP checks failed `` |
 # | [The cost matrix of a Hungarian matcher is inf or NaN](08a_values.ipynb#A-norm-written-by-hand-overflows-above-256) `AMP0087` | `` cost matrix is infeasible `` |
 # | [A convolution's gradients are NaN or 1e20 in bf16 on a CPU](../docs/hardware.md#wrong-gradients-in-bf16) `AMP0089` | gradients of a convolution are NaN or 1e20 in bf16, on a CPU |
 # | [The text or decision differs in bf16 or in another batch](17_language_model.ipynb#The-same-prompt,-another-text) `AMP0098` | another text or decision comes out in bf16, or in another batch |
-# | [A model that was trained in bf16 gives NaN in fp16](19_choose_your_precision.ipynb#Trained-in-bf16,-on-a-GPU-without-it) `AMP0100` | `` Casting torch.bfloat16 to torch.float16. `` |
+# | [A model that was trained in bf16 can give NaN in fp16](19_choose_your_precision.ipynb#Trained-in-bf16,-on-a-GPU-without-it) `AMP0100` | `` Casting torch.bfloat16 to torch.float16. `` |
 # | [SageAttention gives black images or video](08a_values.ipynb#The-loss-is-NaN-because-an-activation-exceeds-65504) `AMP0205` | black image or video with sage attention, fine with sdpa |
 # | [A 0-d fp32 tensor does not promote an fp16 tensor with dimensions](02_autocast_dtypes.ipynb) `AMP0206` | multiplying a half tensor by a float scalar tensor gives inf |
 # | [GPTQ fails in its Cholesky decomposition or gives NaN](18_inference_and_export.ipynb) `AMP0207` | GPTQ: the input is not positive-definite |
 # | [The derivatives in a physics-informed loss are inf or 0 in fp16](../docs/other_models.md#why-is-the-loss-of-my-pinn-inf-or-0-in-fp16) `AMP0274` | a PINN has an infinite or NaN loss with amp, and is fine in fp32 |
 # | [MPS or an Intel GPU gives wrong values, noise or NaN, and the CPU is right](../docs/hardware.md#apple) `AMP0310` | the same model is right on the CPU and wrong on mps |
-# | [FP8 of Transformer Engine fails or gives NaN with activation checkpointing](15_below_16_bits.ipynb) `AMP0316` | `` Same module is being invoked more than once inside an `fp8_autocast` region `` |
+# | [FP8 of Transformer Engine fails or gives NaN if a layer runs twice, as with activation checkpointing](15_below_16_bits.ipynb) `AMP0316` | `` Same module is being invoked more than once inside an `fp8_autocast` region `` |
 # | [A quantized layer overflows in fp16 before its scale is applied](15_below_16_bits.ipynb#The-values-that-share-a-scale) `AMP0298` | int8 weight-only quantization gives NaN in float16, but bfloat16 is fine |
 # | [A sum over many values exceeds 65504 in fp16](08a_values.ipynb#A-norm-written-by-hand-overflows-above-256) `AMP0303` | the sum of a half precision tensor is inf although each value is small |
 #
@@ -139,20 +139,20 @@ assert failure.code == "AMP0018"
 # | [Log-probabilities of the trainer and of vLLM differ](../docs/trainers.md#the-trainers-log-probabilities-differ-from-vllms) `AMP0127` | vLLM logprobs and the trainer's logprobs do not match in bf16 |
 # | [A KL divergence or a ratio of probabilities is noisy in bf16](09_xray_your_model.ipynb#The-surprise-in-cross-entropy) `AMP0090` | the KL term is not 0 for two equal models in bf16 |
 # | [FP8 with a scale for each row gives NaN with LoRA](15_below_16_bits.ipynb#The-values-that-share-a-scale) `AMP0088` | FP8 with a scale for each row gives NaN with LoRA |
-# | [An FP8 KV cache makes long texts worse](../docs/quantized.md#how-accurate-is-an-fp8-kv-cache) `AMP0199` | vLLM with an fp8 KV cache prints garbled text for long prompts |
+# | [An FP8 KV cache makes texts worse](../docs/quantized.md#how-accurate-is-an-fp8-kv-cache) `AMP0199` | vLLM with an fp8 KV cache prints garbled text for long prompts |
 # | [LoRA was merged into 4-bit or 8-bit weights](../docs/quantized.md#how-do-i-merge-lora-into-a-4-bit-or-fp8-model) `AMP0200` | `` module to 4-bit linear may get different generations due to rounding errors `` |
 # | [Small LoRA weights become zero when they are saved in fp16](01_number_formats.ipynb) `AMP0201` | a LoRA saved in fp16 has no effect |
 # | [Gradients are summed in bf16 over many ranks](11_scale_out.ipynb) `AMP0202` | training in bf16 is unstable with many GPUs and stable with few |
 # | [Static FP8 scales come from too little calibration data](15_below_16_bits.ipynb) `AMP0203` | a statically quantized FP8 model is much less accurate than with dynamic scales |
 # | [The scale falls because gradients are not cleared after a skipped step](08b_learning.ipynb#The-loss-scale-falls-towards-0) `AMP0211` | scale halves in each step after one bad batch until it is 0, the next batches are fine |
-# | [The loss of a bf16 model comes in coarse steps](09_xray_your_model.ipynb#The-surprise-in-cross-entropy) `AMP0213` | cross entropy of bf16 logits is 4.75, 5.0 or 5.0625, never between |
+# | [The loss or score of a 16-bit model comes in coarse steps](09_xray_your_model.ipynb#The-surprise-in-cross-entropy) `AMP0213` | cross entropy of bf16 logits is 4.75, 5.0 or 5.0625, never between |
 # | [Fine-tuning is worse since transformers 5, which loads many models in bf16](../docs/trainers.md#why-is-fine-tuning-worse-since-transformers-5) `AMP0262` | the same fine-tuning script has a higher loss after an update to transformers 5 |
 # | [A trainer keeps no fp32 master weights for a bf16 model](../docs/trainers.md#which-trainer-keeps-fp32-master-weights) `AMP0269` | where are the fp32 master weights in the Trainer, TRL, torchtune, Lightning or FSDP2 |
 # | [FP8 matmuls lose accuracy with use_fast_accum](15_below_16_bits.ipynb#Sums-in-14-bits-(optional)) `AMP0280` | the error of an fp8 matmul grows with K |
 # | [An FP8 checkpoint was cast to bf16 without its scales](../docs/quantized.md#how-do-i-convert-an-fp8-checkpoint-to-bf16) `AMP0282` | an fp8 checkpoint converted to bf16 with .to(torch.bfloat16) prints garbage |
 # | [A recurrent or state-space state in 16 bits forgets nothing, or stops changing](../docs/other_models.md#can-the-state-of-mamba-an-ssm-or-an-rnn-be-in-bf16) `AMP0273` | Mamba or another state-space model is worse or unstable in bf16 |
 # | [A sampling grid in 16 bits moves pixels](../docs/other_models.md#may-boxes-and-sampling-grids-be-in-bf16) `AMP0277` | grid_sample under autocast gives a blurred or shifted image |
-# | [The temperature of a contrastive loss does not learn in bf16](../docs/other_models.md#what-needs-fp32-in-clip-and-other-contrastive-losses) `AMP0278` | `logit_scale` does not change in bf16 |
+# | [The logit scale (temperature) of a contrastive loss does not learn in bf16, or grows too large](../docs/other_models.md#what-needs-fp32-in-clip-and-other-contrastive-losses) `AMP0278` | `logit_scale` does not change in bf16 |
 # | [Batch norm's running statistics lag behind in 16 bits](16_low_precision_state.ipynb#Weights-in-bf16) `AMP0297` | evaluation is worse than training with batch norm and bf16-true |
 # | [A running sum or product (cumsum, cumprod) is inaccurate in 16 bits](08b_learning.ipynb#A-loss-summed-up-in-bf16-is-too-small) `AMP0300` | cumsum of a mask in bf16 gives equal positions |
 # | [Sums by index (index_add, embedding, h[index]) stop at 256 in bf16 on a CPU](08b_learning.ipynb#A-loss-summed-up-in-bf16-is-too-small) `AMP0304` | index_add_ or index_put_ with accumulate=True in bf16 stops at 256 |
