@@ -49,7 +49,7 @@ assert failure.code == "AMP0018"
 #
 # ```sh
 # python train.py 2>&1 | pdm run amp-lab explain
-# pdm run amp-lab explain "the loss is the same in every step"
+# pdm run amp-lab explain "the loss scale keeps falling"
 # ```
 #
 # For a log with a traceback, the command also names the last line of *your* code in the

@@ -561,8 +561,8 @@ print(f"zeros: {(stored.float() == 0).float().mean():.0%}")
 assert 0.1 < (stored.float() == 0).float().mean() < 0.2
 
 # %% [markdown]
-# **Why.** FP8 is a format for storage and for special matmuls. In eager mode, many other operations, such as
-# addition, are missing. PyTorch also does not promote FP8 to other dtypes.
+# **Why.** FP8 is a format for storage and for special matmuls. In eager mode, an addition of two FP8
+# tensors is missing, for example. PyTorch also does not promote an FP8 matrix to another dtype.
 # <!-- tests/notebooks/test_08b_learning.py -->
 #
 # The positive numbers of `torch.float8_e4m3fn` range from 0.002 to 448. So without a scale, small weights become

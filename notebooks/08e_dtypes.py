@@ -233,7 +233,7 @@ for dtype in HALF:
 # If `+`, `torch.cat`, `torch.stack` or `torch.where` combines an fp32 tensor with a half-precision tensor, the
 # result is fp32, unless only the fp32 tensor has no dimensions (a single number).
 #
-# On a CPU, `BatchNorm`, `LayerNorm` and `GroupNorm` with half-precision weights raise the error for an fp32
+# On a CPU in eager mode, `BatchNorm`, `LayerNorm` and `GroupNorm` with half-precision weights raise the error for an fp32
 # input even inside an autocast block. <!-- tests/notebooks/test_08e_dtypes.py -->
 #
 # **The fix.** For inference, cast the input to the dtype of the weights:

@@ -79,7 +79,8 @@ assert torch.equal(today, as_apex_did)
 # | `amp.master_params(optimizer)` | the optimizer's parameters, such as `model.parameters()`, after `scaler.unscale_` |
 # | `amp.state_dict()` | `scaler.state_dict()` |
 # | `amp.disable_casts()` | `torch.autocast(…, enabled=False)` |
-# | `amp.float_function`, `amp.half_function` | in the function, cast the inputs with `.float()` or `.half()`, and compute in a `torch.autocast(…, enabled=False)` block |
+# | `amp.float_function` | in the function, cast the inputs with `.float()`, and compute in a `torch.autocast(…, enabled=False)` block |
+# | `amp.half_function` | nothing for matmuls and convolutions, whose inputs autocast casts; for a kernel of your own, cast its inputs with `.half()` |
 # | `apex.optimizers.FusedAdam` | `torch.optim.AdamW(…, weight_decay=0, fused=True)` |
 # | `apex.parallel.DistributedDataParallel` | `torch.nn.parallel.DistributedDataParallel` |
 # | `apex.parallel.convert_syncbn_model` | `torch.nn.SyncBatchNorm.convert_sync_batchnorm` |
@@ -87,7 +88,7 @@ assert torch.equal(today, as_apex_did)
 #
 # By default, `weight_decay` is [0 in
 # `FusedAdam`](https://github.com/NVIDIA/apex/blob/e13873debc4699d39c6861074b9a3b2a02327f92/apex/optimizers/fused_adam.py)
-# and 0.01 in `AdamW`. <!-- tests/migrate/test_apex.py -->
+# and 0.01 in `AdamW`. <!-- tests/migrate/test_apex.py --> <!-- tests/remedies/test_apex_remedies.py -->
 #
 # ## What an optimization level was
 #

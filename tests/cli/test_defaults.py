@@ -1,4 +1,4 @@
-"""The defaults that `--help` names are those that the commands use."""
+"""`--help` lists the options of a command, and its defaults are those that the command uses."""
 
 import argparse
 import dataclasses
@@ -12,11 +12,17 @@ from amp_lab.train.train_options import RunConfig
 SETTINGS = {field.name: field.default for field in dataclasses.fields(RunConfig)}
 
 
+COMMANDS = next(
+    action.choices
+    for action in cli._parser()._actions
+    if isinstance(action, argparse._SubParsersAction)
+)
+
+
 def named_defaults() -> list[tuple[str, str, object, str]]:
     """Command, option, value and text of each default that the parser or `RunConfig` holds."""
-    (commands,) = (a for a in cli._parser()._actions if isinstance(a, argparse._SubParsersAction))
     found = []
-    for name, command in commands.choices.items():
+    for name, command in COMMANDS.items():
         for action in command._actions:
             said = re.search(r"\(default: ([^;)]*)", action.help or "")
             if said is None or action.default is None:
@@ -37,3 +43,14 @@ def test_help_names_the_default(command, option, value, said):
 
 def test_most_commands_name_one():
     assert {command for command, *_ in named_defaults()} >= {"train", "rehearse", "advise", "bench"}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_lists_the_options_of_a_command(name, capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main([name, "--help"])
+    assert ended.value.code == 0
+    printed = capsys.readouterr().out
+    options = [option for action in COMMANDS[name]._actions for option in action.option_strings]
+    assert options
+    assert [option for option in options if option not in printed] == []

@@ -57,6 +57,12 @@ def test_the_page_shows_what_is_printed():
     assert explain(message).stdout.startswith(shown)
 
 
+def test_the_description_in_notebook_08_is_known():
+    notebook = (Path(__file__).parents[2] / "notebooks" / "08_when_amp_breaks.py").read_text()
+    (description,) = re.findall(r'# pdm run amp-lab explain "(.+)"', notebook)
+    assert explain(description).stdout.startswith("AMP0002")
+
+
 def test_json_has_all_of_it():
     data = json.loads(explain("--json", TRACEBACK).stdout)
     assert data["failures"][0]["code"] == "AMP0018"

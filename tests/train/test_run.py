@@ -233,6 +233,7 @@ def test_a_data_folder_that_is_a_file_is_refused(tmp_path, capsys, dataset):
         ({"dataset": "cifar10"}, "with dataset digits, .*cifar10"),
         ({"epochs": 2}, "with epochs 3, .* 2$"),
         ({"seed": 1}, "with seed 0, .* 1$"),
+        ({"batch_size": 4}, "with batch size [0-9]+, .* 4$"),
         ({"channels_last": True}, "started with channels last False"),
     ],
 )
