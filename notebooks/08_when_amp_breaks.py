@@ -255,11 +255,11 @@ assert failure.code == "AMP0018"
 # | [MPS has no float64](08f_ops_and_devices.ipynb#MPS-has-no-float64) `AMP0039` | `` Cannot convert a MPS Tensor to float64 dtype as the MPS framework doesn't support float64. `` |
 # | [Flash attention refuses fp32](08f_ops_and_devices.ipynb#Flash-attention-refuses-fp32) `AMP0043` | `` FlashAttention only support fp16 and bf16 data type `` |
 # | [Attention finds no kernel](08f_ops_and_devices.ipynb#Attention-finds-no-kernel) `AMP0162` | `` No available kernel. Aborting execution `` |
-# | [A sparse matmul has no half-precision kernel, and .float() does not help](08f_ops_and_devices.ipynb#An-op-does-not-exist-in-half-precision) `AMP0061` | `` "addmm_sparse_cuda" not implemented for 'half' `` |
+# | [A sparse matmul has no half-precision kernel, and under autocast .float() does not help](08f_ops_and_devices.ipynb#An-op-does-not-exist-in-half-precision) `AMP0061` | `` "addmm_sparse_cuda" not implemented for 'half' `` |
 # | [vLLM refuses bf16 on a GPU before Ampere](08f_ops_and_devices.ipynb#The-GPU-has-no-bf16) `AMP0068` | `` Bfloat16 is only supported on GPUs with compute capability of at least 8.0. `` |
 # | [vLLM refuses fp16 for a model that was trained in bf16](19_choose_your_precision.ipynb#Trained-in-bf16,-on-a-GPU-without-it) `AMP0168` | `` The model type '…' does not support float16. Reason: `` |
 # | [MPS has no bf16 on this macOS, or no FP8](19_choose_your_precision.ipynb#Known-problems-of-each-device) `AMP0069` | `` BFloat16 is not supported on MPS `` |
-# | [MPS aborts because one op gets two dtypes](08e_dtypes.ipynb#A-half-precision-output-leaves-the-block) `AMP0167` | `` error: input types 'tensor<…f16>' and 'tensor<…f32>' are not broadcast compatible `` |
+# | [MPS aborts in half precision, often because one op gets two dtypes](08e_dtypes.ipynb#A-half-precision-output-leaves-the-block) `AMP0167` | `` error: input types 'tensor<…f16>' and 'tensor<…f32>' are not broadcast compatible `` |
 # | [xFormers has no attention kernel for these inputs](08f_ops_and_devices.ipynb#Attention-finds-no-kernel) `AMP0072` | `` No operator found for `memory_efficient_attention_forward` `` |
 # | [transformers casts hidden states back for flash attention](08f_ops_and_devices.ipynb#Flash-attention-refuses-fp32) `AMP0073` | `` The input hidden states seems to be silently casted in float32 `` |
 # | [transformers warns about the dtype when it loads a model with flash attention](08f_ops_and_devices.ipynb#Flash-attention-refuses-fp32) `AMP0169` | `` You are attempting to use Flash Attention … without specifying a `` |
@@ -267,8 +267,8 @@ assert failure.code == "AMP0018"
 # | [The GPU has no FP8 matmul](15_below_16_bits.ipynb#Which-GPU-supports-which-format-(optional)) `AMP0163` | `` Rowwise scaling is not currently supported on your device `` |
 # | [An FP8 tensor has almost no arithmetic](15_below_16_bits.ipynb#Formats-of-a-single-value) `AMP0164` | `` "…" not implemented for 'Float8_…' `` |
 # | [torch or a package was not built for this GPU](19_choose_your_precision.ipynb#Known-problems-of-each-device) `AMP0165` | `` no kernel image is available for execution on the device `` |
-# | [A 16-bit matmul fails inside cuBLAS](08f_ops_and_devices.ipynb#The-GPU-has-no-bf16) `AMP0166` | `` CUBLAS_STATUS_EXECUTION_FAILED when calling …CUDA_R_16 `` |
-# | [An fp16 model fails on a CPU with an older torch](08f_ops_and_devices.ipynb) `AMP0066` | `` "LayerNormKernelImpl" not implemented for 'half' `` |
+# | [A 16-bit matmul fails inside cuBLAS, or PyTorch refuses it](08f_ops_and_devices.ipynb#The-GPU-has-no-bf16) `AMP0166` | `` CUBLAS_STATUS_EXECUTION_FAILED when calling …CUDA_R_16 `` |
+# | [fp16 fails or is refused on a CPU, often with an older torch](08f_ops_and_devices.ipynb) `AMP0066` | `` "LayerNormKernelImpl" not implemented for 'half' `` |
 # | [This torch is too old for float8](15_below_16_bits.ipynb#Formats-of-a-single-value) `AMP0198` | `` has no attribute 'float8_…' `` |
 # | [PEFT refuses the installed torchao](../docs/trainers.md#peft-found-an-incompatible-version-of-torchao) `AMP0261` | `` Found an incompatible version of torchao. Found version …, but only versions above … are supported `` |
 # | [An FP8 checkpoint is read in the fnuz format, or mixed with it](../docs/quantized.md#does-an-fp8-checkpoint-work-on-an-mi300-fnuz) `AMP0286` | `` float8_e4m3fnuz, got `` |
@@ -299,7 +299,7 @@ assert failure.code == "AMP0018"
 # | [nvidia-smi shows more memory than PyTorch has allocated](../docs/memory_in_practice.md#allocated-reserved-or-nvidia-smi-which-number-is-right) `AMP0174` | nvidia-smi shows more memory than `torch.cuda.memory_allocated()` |
 # | [An FP8 or FP4 matmul refuses its scales, its layout or its dtypes](15_below_16_bits.ipynb#Compare-with-PyTorch's-FP8-matmul-(optional)) `AMP0175` | `` CUBLAS_STATUS_NOT_SUPPORTED when calling …cublasLtMatmul `` |
 # | [fp16 or bf16 is several times slower than fp32 on this GPU or CPU](19_choose_your_precision.ipynb#Known-problems-of-each-device) `AMP0176` | `` Requested … compute type, but the target device or backend do not support efficient `` |
-# | [Selective checkpointing of a shared weight fails in backward](07_training_recipes.ipynb#Checkpoint-activations) `AMP0158` | `` encountered during backward but not found in storage `` |
+# | [Selective checkpointing of a shared weight fails in backward under autocast](07_training_recipes.ipynb#Checkpoint-activations) `AMP0158` | `` encountered during backward but not found in storage `` |
 # | [The precision flag of accelerate or DeepSpeed has no effect](19_choose_your_precision.ipynb#What-other-frameworks-call-it) `AMP0178` | `` `--mixed_precision` arg cannot be set to `…` when `…` is set in the DeepSpeed config file `` |
 # | [The logits of a language model do not fit into memory](17_language_model.ipynb#The-loss-over-a-large-vocabulary) `AMP0179` | `` logits = logits.float()…CUDA out of memory `` |
 # | [A model quantized to 8 or 4 bits is slower than in 16 bits](18_inference_and_export.ipynb) `AMP0204` | load_in_8bit or 4-bit inference is slower than fp16 |
