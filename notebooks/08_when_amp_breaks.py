@@ -155,7 +155,7 @@ assert failure.code == "AMP0018"
 # | [The logit scale (temperature) of a contrastive loss does not learn in bf16, or grows too large](../docs/other_models.md#what-needs-fp32-in-clip-and-other-contrastive-losses) `AMP0278` | `logit_scale` does not change in bf16 |
 # | [Batch norm's running statistics lag behind in 16 bits](16_low_precision_state.ipynb#Weights-in-bf16) `AMP0297` | evaluation is worse than training with batch norm and bf16-true |
 # | [A running sum or product (cumsum, cumprod) is inaccurate in 16 bits](08b_learning.ipynb#A-loss-summed-up-in-bf16-is-too-small) `AMP0300` | cumsum of a mask in bf16 gives equal positions |
-# | [Sums by index (index_add, embedding, h[index]) stop at 256 in bf16 on a CPU](08b_learning.ipynb#A-loss-summed-up-in-bf16-is-too-small) `AMP0304` | index_add_ or index_put_ with accumulate=True in bf16 stops at 256 |
+# | [Sums by index (index_add, embedding, h[index]) can stop at 256 in bf16 on a CPU](08b_learning.ipynb#A-loss-summed-up-in-bf16-is-too-small) `AMP0304` | index_add_ or index_put_ with accumulate=True in bf16 stops at 256 |
 #
 # ### Repair errors of the GradScaler
 #
@@ -168,15 +168,15 @@ assert failure.code == "AMP0018"
 # | [The optimizer steps without the scaler](08c_scaler.ipynb#The-optimizer-steps-without-the-scaler) `AMP0131` | optimizer.step() is called instead of scaler.step(optimizer) |
 # | [The optimizer needs a closure](08c_scaler.ipynb#The-optimizer-needs-a-closure) `AMP0013` | `` Closure use is not currently supported if GradScaler is enabled. `` |
 # | [The scheduler warns that it came before the optimizer](08c_scaler.ipynb#The-scheduler-warns-that-it-came-before-the-optimizer) `AMP0014` | `` Detected call of `lr_scheduler.step()` before `optimizer.step()`. `` |
-# | [The scaler cannot unscale bf16 gradients](08c_scaler.ipynb#The-parameters-are-fp16) `AMP0130` | `` "_amp_foreach_non_finite_check_and_unscale_cuda" not implemented for 'BFloat16' `` |
+# | [The scaler cannot unscale bf16 gradients on CUDA, or complex gradients](08c_scaler.ipynb#The-parameters-are-fp16) `AMP0130` | `` "_amp_foreach_non_finite_check_and_unscale_cuda" not implemented for 'BFloat16' `` |
 # | [Two optimizers share one scaler, and update is called between their steps](07_training_recipes.ipynb#Use-several-losses-and-optimizers) `AMP0132` | GAN in mixed precision with one GradScaler for generator and discriminator |
 # | [The loss that the scaler gets is not one tensor](07_training_recipes.ipynb#Use-several-losses-and-optimizers) `AMP0134` | `` outputs must be a Tensor or an iterable of Tensors `` |
-# | [The scaler does not run on the device of the gradients](08c_scaler.ipynb) `AMP0135` | `` self._scale.double()…Cannot convert a MPS Tensor to float64 `` |
+# | [The scaler does not support the device or layout of the gradients](08c_scaler.ipynb) `AMP0135` | `` self._scale.double()…Cannot convert a MPS Tensor to float64 `` |
 # | [The scaler refuses a setting](03_grad_scaler_step_by_step.ipynb) `AMP0136` | `` The growth factor must be > 1.0. `` |
 # | [Lightning clips scaled gradients in manual optimization](08d_loop_and_resume.ipynb#Gradients-are-clipped-while-they-are-still-scaled) `AMP0137` | self.clip_gradients in manual optimization with precision 16-mixed hardly trains |
 # | [Lightning refuses to clip with a fused optimizer](07_training_recipes.ipynb#Clip-gradients) `AMP0074` | `` The current optimizer, …, does not allow for gradient clipping because it performs unscaling of gradients internally. `` |
 # | [The ranks of FSDP need a common loss scale and a common decision to skip](11_scale_out.ipynb#One-decision-about-the-loss-scale) `AMP0138` | FSDP in fp16 hangs or the ranks diverge after an overflow |
-# | [A library replaced `optimizer.step` after you created the scheduler](13_from_apex.ipynb) `AMP0139` | `` Seems like `optimizer.step()` has been overridden after learning rate scheduler initialization. `` |
+# | [`optimizer.step` was replaced after you created the scheduler](13_from_apex.ipynb) `AMP0139` | `` Seems like `optimizer.step()` has been overridden after learning rate scheduler initialization. `` |
 # | [The logged loss is thousands of times too large](03_grad_scaler_step_by_step.ipynb) `AMP0306` | the printed loss is 65536 times too large with GradScaler |
 #
 # ### Repair clipping, the loop and a resumed run
@@ -194,15 +194,15 @@ assert failure.code == "AMP0018"
 # | [Memory runs out only when a run is resumed](08d_loop_and_resume.ipynb) `AMP0141` | `` default_restore_location…CUDA out of memory. Tried to allocate `` |
 # | [Accumulated gradients differ from the gradients of one large batch](07_training_recipes.ipynb#Accumulate-gradients) `AMP0143` | gradient accumulation gives another loss, or worse results, than one large batch |
 # | [The gradient norm is inf in a few steps, and training goes on](03_grad_scaler_step_by_step.ipynb#The-scale-over-a-whole-training-run) `AMP0144` | grad_norm is inf in the first steps of training, and nothing else is wrong |
-# | [Names in a checkpoint begin with _orig_mod](08d_loop_and_resume.ipynb) `AMP0145` | `` Unexpected key(s) in state_dict: …_orig_mod. `` |
+# | [Names in a state_dict contain _orig_mod](08d_loop_and_resume.ipynb) `AMP0145` | `` Unexpected key(s) in state_dict: …_orig_mod. `` |
 # | [A checkpoint is in fp32 and twice as large as expected](18_inference_and_export.ipynb#Ways-to-run-it) `AMP0146` | the checkpoint of a mixed precision run is twice as large as expected |
 # | [Evaluation after training gives different metrics than during training](18_inference_and_export.ipynb#Ways-to-run-it) `AMP0147` | evaluation without autocast gives another accuracy than with autocast |
-# | [Weights become infinite because the model was cast to fp16 for evaluation or saving](08d_loop_and_resume.ipynb) `AMP0148` | `` Skipping checkpoint save at epoch …: EMA contains NaN/Inf `` |
+# | [Weights can become infinite when the model is cast to fp16 for evaluation or saving](08d_loop_and_resume.ipynb) `AMP0148` | `` Skipping checkpoint save at epoch …: EMA contains NaN/Inf `` |
 # | [The scaler already has a growth tracker when it creates its scale](08d_loop_and_resume.ipynb) `AMP0149` | `` _growth_tracker initialized before _scale `` |
 # | [Clipping an infinite norm turns gradients into NaN](08d_loop_and_resume.ipynb#Clipping-refuses-a-norm-that-is-not-finite) `AMP0212` | in bf16 one bad batch makes all weights NaN although gradients are clipped |
 # | [The full-eval option of the Trainer casts too much, or nothing](../docs/trainers.md#why-is-the-model-in-bf16-after-evaluate-in-the-trainer) `AMP0265` | bf16_full_eval or fp16_full_eval changes the dtype of the model |
 # | [A model that was saved in bf16 is loaded in fp32, or the other way round](../docs/trainers.md#why-is-my-checkpoint-in-fp32-after-training-in-bf16) `AMP0268` | publish a bf16 checkpoint after mixed precision training |
-# | [8-bit Adam and AdamW cannot load each other's state](../docs/quantized.md#can-i-resume-with-8-bit-adam-from-a-state-of-adamw-or-back) `AMP0281` | `` KeyError: 'state1' `` |
+# | [8-bit or 4-bit Adam and AdamW cannot load each other's state](../docs/quantized.md#can-i-resume-with-8-bit-adam-from-a-state-of-adamw-or-back) `AMP0281` | `` KeyError: 'state1' `` |
 # | [Loading an optimizer changes the dtype of its state](../docs/trainers.md#does-resuming-change-the-dtype-of-the-optimizer-state) `AMP0296` | optimizer.load_state_dict changes the dtype of exp_avg and exp_avg_sq |
 #
 # ### Repair dtypes that do not match
@@ -216,26 +216,26 @@ assert failure.code == "AMP0018"
 # | [fp16 and bf16 are mixed in one model](08e_dtypes.ipynb#fp16-and-bf16-are-mixed-in-one-model) `AMP0021` | `` mat1 and mat2 must have the same dtype, but got BFloat16 and Half `` |
 # | [The input is float64 or an integer](08e_dtypes.ipynb#The-input-is-float64-or-an-integer) `AMP0151` | `` mat1 and mat2 must have the same dtype, but got Double and Float `` |
 # | [One tensor inside a half-precision model stays in fp32](08e_dtypes.ipynb#The-model-is-in-half-precision-but-its-input-is-fp32) `AMP0060` | `` Expected tensor for argument #1 'weight' to have the same type as tensor for argument #1 'per_sample_weights' `` |
-# | [A kernel of another package refuses half precision or mixed dtypes](08e_dtypes.ipynb#A-custom-autograd-function-fails-in-backward) `AMP0078` | `` Both operands must be same dtype. Got … and … `` |
+# | [A custom kernel refuses half precision or mixed dtypes](08e_dtypes.ipynb#A-custom-autograd-function-fails-in-backward) `AMP0078` | `` Both operands must be same dtype. Got … and … `` |
 # | [The attention mask has another dtype than the query](17_language_model.ipynb#One-dtype-for-q,-k-and-v) `AMP0081` | `` Expected attn_mask dtype to be bool or float or to match query dtype `` |
 # | [A model from Accelerate or Fabric returns fp32](19_choose_your_precision.ipynb#What-other-frameworks-call-it) `AMP0094` | the output of a model prepared by accelerate is float32 although mixed precision is on |
 # | [Attention gets q, k and v in two dtypes](17_language_model.ipynb#One-dtype-for-q,-k-and-v) `AMP0097` | `` Expected query, key, and value to have the same dtype `` |
 # | [An integer tensor cannot take the result of an in-place op](08e_dtypes.ipynb#The-input-is-float64-or-an-integer) `AMP0152` | `` result type Float can't be cast to the desired output type Long `` |
-# | [The weight and the bias of one layer have two dtypes](08e_dtypes.ipynb#A-half-precision-output-leaves-the-block) `AMP0153` | `` self and mat2 must have the same dtype, but got BFloat16 and Float `` |
+# | [The weight and the bias, or other tensors of one layer, have two dtypes](08e_dtypes.ipynb#A-half-precision-output-leaves-the-block) `AMP0153` | `` self and mat2 must have the same dtype, but got BFloat16 and Float `` |
 # | [A LoRA model trains, but generate() or evaluation raises](08e_dtypes.ipynb#The-model-is-in-half-precision-but-its-input-is-fp32) `AMP0154` | `` fast_lora.py…to have the same dtype `` |
 # | [FP8 weights reach an op that has no FP8](08e_dtypes.ipynb#The-model-is-in-half-precision-but-its-input-is-fp32) `AMP0155` | `` mat1 and mat2 must have the same dtype, but got BFloat16 and Float8_e4m3fn `` |
 # | [A 4-bit or 8-bit layer computes in another dtype than the model, such as fp32](../docs/quantized.md#which-bnb_4bit_compute_dtype-should-i-set) `AMP0156` | `` Expected Tensor argument scales to have dtype torch.bfloat16, but got torch.float32 instead `` |
-# | [Quantization-aware training fails under autocast](08e_dtypes.ipynb#A-half-precision-output-leaves-the-block) `AMP0157` | `` fused_moving_avg_obs_fake_quant…expected scalar type Float but found Half `` |
+# | [Quantization-aware training, or a quantize op, fails under autocast](08e_dtypes.ipynb#A-half-precision-output-leaves-the-block) `AMP0157` | `` fused_moving_avg_obs_fake_quant…expected scalar type Float but found Half `` |
 # | [A gradient of another dtype is assigned to a weight](08e_dtypes.ipynb#Writing-into-a-buffer-fails) `AMP0159` | `` attempting to assign a gradient with dtype '…' to a tensor with grad_dtype '…' `` |
 # | [PEFT casts adapters to fp32, but not modules_to_save](../docs/trainers.md#peft-attempting-to-unscale-fp16-gradients) `AMP0267` | adapters that were saved in bf16 come back in float32 |
 # | [Quantized or integer weights cannot be trained](../docs/quantized.md#can-i-fine-tune-a-4-bit-8-bit-or-fp8-checkpoint-directly) `AMP0283` | `` You cannot perform fine-tuning on purely quantized models. `` |
-# | [A GPTQ or AWQ model takes only fp16 activations](../docs/quantized.md#why-do-gptq-and-awq-models-ask-for-float16) `AMP0285` | `` torch.bfloat16 is not supported for quantization method `` |
-# | [A cast to 16 bits drops the imaginary part](../docs/other_models.md#does-autocast-work-with-complex-numbers-and-ffts) `AMP0279` | `` Casting complex values to real discards the imaginary part `` |
+# | [A GPTQ or AWQ model asks for fp16](../docs/quantized.md#why-do-gptq-and-awq-models-ask-for-float16) `AMP0285` | `` torch.bfloat16 is not supported for quantization method `` |
+# | [A cast to a real dtype, such as bf16, drops the imaginary part](../docs/other_models.md#does-autocast-work-with-complex-numbers-and-ffts) `AMP0279` | `` Casting complex values to real discards the imaginary part `` |
 # | [A bias in fp32 makes the output of a matmul fp32](08e_dtypes.ipynb#The-model-is-in-half-precision-but-its-input-is-fp32) `AMP0290` | a bias in fp32 turns every output back into float32 |
 # | [A layer returns fp16 inside a bf16 autocast block](02_autocast_dtypes.ipynb#Your-own-autograd-functions) `AMP0291` | a library's layer returns float16 under bfloat16 autocast |
 # | [transformers warns that torch_dtype is deprecated](../docs/trainers.md#should-i-load-a-model-in-fp32-or-bf16-for-fine-tuning) `AMP0311` | `` `torch_dtype` is deprecated! Use `dtype` instead! `` |
-# | [Packed 4-bit weights are used as if they were not quantized](../docs/quantized.md#can-i-call-half-or-todtype-on-a-quantized-model) `AMP0312` | `` dequantize_4bit…shapes cannot be multiplied `` |
-# | [The weights are still in fp32 with mixed precision](19_choose_your_precision.ipynb#What-other-frameworks-call-it) `AMP0294` | `` because mixed precision turned on in FSDP `` |
+# | [Packed 4-bit weights are used as if they were not quantized, or without their `quant_state`](../docs/quantized.md#can-i-call-half-or-todtype-on-a-quantized-model) `AMP0312` | `` dequantize_4bit…shapes cannot be multiplied `` |
+# | [The weights are in fp32 with mixed precision](19_choose_your_precision.ipynb#What-other-frameworks-call-it) `AMP0294` | `` because mixed precision turned on in FSDP `` |
 # | [An op returns fp32 inside an autocast block](02_autocast_dtypes.ipynb#Four-things-that-can-happen-to-an-op) `AMP0295` | torch.exp, softmax or log returns float32 under autocast, but I expected half |
 # | [A batched backward pass (vmap of autograd.grad) finds two dtypes](../docs/compile_and_kernels.md#why-is-the-output-fp32-under-vmap-and-autocast) `AMP0301` | `` Expected scalar types of X and dY are same. `` |
 # | [`.float()` has no effect on a matmul inside an autocast block](02_autocast_dtypes.ipynb#Nest-and-disable-autocast) `AMP0302` | I call .float() before the matmul but the result is still float16 under autocast |

@@ -104,6 +104,8 @@ def test_fake_quantization_that_is_fused_takes_fp32_alone_and_the_other_one_runs
         output = prepared(version=0)(x)
     output.float().sum().backward()
     assert output.dtype is dtype
+    with pytest.raises(RuntimeError, match="Quantize only works on Float Tensor"):
+        torch.quantize_per_tensor(output, 0.1, 0, torch.quint8)
 
 
 @pytest.mark.parametrize("key", ["AutocastCPU", "AutocastCUDA", "AutocastXPU", "AutocastMPS"])
