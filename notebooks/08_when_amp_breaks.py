@@ -314,7 +314,7 @@ assert failure.code == "AMP0018"
 # | [Autocast writes out an expanded tensor](../docs/memory_in_practice.md#why-does-amp-not-halve-the-memory) `AMP0289` | autocast takes many times more memory for a bmm with an expanded buffer |
 # | [Fabric's precision has no effect, because the model from `setup` is not used](19_choose_your_precision.ipynb#What-other-frameworks-call-it) `AMP0292` | Fabric precision has no effect, model still runs in float32 |
 # | [Autocast without its cache keeps one cast of a weight for each use](../docs/memory_in_practice.md#why-does-inference-under-autocast-take-more-memory-than-fp32) `AMP0293` | out of memory after the upgrade to Lightning 2.6 with bf16-mixed |
-# | [After accelerate's `unwrap_model`, the model trains in fp32](../docs/migrate.md#mistakes-that-it-reports) `AMP0299` | training is slower after generate on the unwrapped model |
+# | [After accelerate's `unwrap_model`, the model trains without autocast](../docs/migrate.md#mistakes-that-it-reports) `AMP0299` | training is slower after generate on the unwrapped model |
 # | [A memory-saving optimizer takes as much memory as AdamW](16_low_precision_state.ipynb#Bytes-per-parameter) `AMP0317` | Adam-mini or another memory-saving Adam takes more memory than AdamW with a model in bf16 |
 #
 # ### Repair compiled and distributed training
@@ -336,29 +336,29 @@ assert failure.code == "AMP0018"
 # | [A compiled model is no faster](10_speed_ladder.ipynb#Climb) `AMP0096` | a compiled model is no faster |
 # | [A CUDA graph refuses the cache of autocast](08h_compile_and_processes.ipynb#A-compiled-model-has-different-gradients) `AMP0079` | `` make_graphed_callables does not support the autocast caching. `` |
 # | [Checkpointing recomputes a tensor in another dtype](07_training_recipes.ipynb#Checkpoint-activations) `AMP0080` | `` Recomputed values for the following tensors have different metadata than during the forward pass… `` |
-# | [Apex is missing or has no amp](13_from_apex.ipynb) `AMP0188` | `` cannot import name 'amp' from 'apex' `` |
+# | [Apex is missing, has no amp, or fails](13_from_apex.ipynb) `AMP0188` | `` cannot import name 'amp' from 'apex' `` |
 # | [This torch is too old for torch.amp](13_from_apex.ipynb) `AMP0322` | `` module 'torch' has no attribute 'amp' `` |
 # | [One rank waits for another that skipped a step](../docs/trainers.md#how-do-i-skip-a-bad-batch-without-a-hang) `AMP0189` | `` Watchdog caught collective operation timeout `` |
-# | [The ranks send tensors of different dtypes](11_scale_out.ipynb#What-does-each-rank-send-and-hold?) `AMP0190` | `` Received data size doesn't match expected size. Is there a distributed collective mismatch in your code? `` |
-# | [NCCL or Gloo cannot send bf16 or FP8](11_scale_out.ipynb#What-does-each-rank-send-and-hold?) `AMP0321` | `` data type is not supported for NCCL process group `` |
+# | [A collective gets tensors of different dtypes](11_scale_out.ipynb#What-does-each-rank-send-and-hold?) `AMP0190` | `` Received data size doesn't match expected size. Is there a distributed collective mismatch in your code? `` |
+# | [NCCL or Gloo cannot send a dtype such as bf16 or FP8](11_scale_out.ipynb#What-does-each-rank-send-and-hold?) `AMP0321` | `` data type is not supported for NCCL process group `` |
 # | [Gradients are infinite only with several ranks](11_scale_out.ipynb#One-decision-about-the-loss-scale) `AMP0091` | gradients are infinite with several ranks only |
 # | [SyncBatchNorm refuses the device or the dtype](08h_compile_and_processes.ipynb#DDP-waits-for-a-parameter-without-a-gradient) `AMP0191` | `` SyncBatchNorm layers only work with GPU modules `` |
 # | [FSDP2 has gradients of two dtypes in gradient accumulation](../docs/several_machines.md#questions-about-fsdp2) `AMP0192` | `` FSDP reduce-scatter expects uniform gradient dtype but got `` |
 # | [FSDP2 leaves an input or a buffer in fp32](../docs/several_machines.md#show-the-dtype-of-each-parameter) `AMP0193` | with FSDP2 and param_dtype bf16 a layer gets a Float input and BFloat16 weights |
 # | [FSDP2 trains bf16 weights without fp32 master weights](../docs/several_machines.md#show-the-dtype-of-each-parameter) `AMP0194` | FSDP with a model loaded in bfloat16 has a higher loss than with fp32 parameters and mixed precision |
-# | [ONNX Runtime finds two dtypes at one operator](18_inference_and_export.ipynb#Export) `AMP0062` | `` Type parameter (T) of Optype (…) bound to different types (tensor(…) and tensor(…) `` |
+# | [ONNX Runtime refuses the dtypes at an operator](18_inference_and_export.ipynb#Export) `AMP0062` | `` Type parameter (T) of Optype (…) bound to different types (tensor(…) and tensor(…) `` |
 # | [ONNX Runtime refuses an arange in fp16](18_inference_and_export.ipynb#Export) `AMP0063` | `` Type 'tensor(…)' of input parameter (…) of operator (Range) in node (…) is invalid `` |
 # | [An ONNX model expects another input dtype](18_inference_and_export.ipynb#Export) `AMP0075` | `` Unexpected input data type. Actual: (tensor(…)) , expected: (tensor(…)) `` |
-# | [ONNX finds fp32 weights at a norm with an fp16 input](18_inference_and_export.ipynb#Export) `AMP0083` | `` scale has inconsistent type tensor(…) `` |
+# | [ONNX finds a norm whose weights and input have different dtypes](18_inference_and_export.ipynb#Export) `AMP0083` | `` scale has inconsistent type tensor(…) `` |
 # | [The export of a bf16 model fails with ComplexDouble](18_inference_and_export.ipynb#Export) `AMP0084` | `` ScalarType ComplexDouble is an unexpected tensor scalar type `` |
-# | [ONNX Runtime lacks operators in bf16](18_inference_and_export.ipynb#Export) `AMP0196` | `` NOT_IMPLEMENTED : Could not find an implementation for … node with name … `` |
-# | [An ONNX, TensorRT or OpenVINO model in fp16 gives NaN or wrong results](18_inference_and_export.ipynb#Export) `AMP0197` | `` Detected finite FP32 values which would overflow in FP16 and converted them to the closest finite FP16 value. `` |
+# | [ONNX Runtime lacks an operator in a dtype such as bf16](18_inference_and_export.ipynb#Export) `AMP0196` | `` NOT_IMPLEMENTED : Could not find an implementation for … node with name … `` |
+# | [An ONNX, TensorRT or OpenVINO model in fp16 can give NaN or wrong results](18_inference_and_export.ipynb#Export) `AMP0197` | `` Detected finite FP32 values which would overflow in FP16 and converted them to the closest finite FP16 value. `` |
 # | [TensorRT warns that a layer norm may overflow in fp16](18_inference_and_export.ipynb#Export) `AMP0076` | `` Running layernorm after self-attention in FP16 may cause overflow `` |
 # | [torch.jit.trace fails inside an autocast block](18_inference_and_export.ipynb#Export) `AMP0082` | `` Cannot insert a Tensor that requires grad as a constant. Consider making it a parameter or input, or detaching the gradient `` |
 # | [An exported model computes in another dtype than expected](18_inference_and_export.ipynb#Export) `AMP0099` | `` Parameter was initialized as DataType.… but set to DataType.… `` |
 # | [Flash attention gives different results with the same seed](17_language_model.ipynb#The-same-prompt,-another-text) `AMP0208` | same seed, but the loss differs from run to run with flash attention |
 # | [A matmul in 16 bits differs between two GPU models](18_inference_and_export.ipynb#Which-decisions-change?) `AMP0209` | fp16 results on an A100 differ from those on a 3090 |
-# | [A Core ML model in fp16 gives wrong outputs](18_inference_and_export.ipynb#Export) `AMP0210` | `` must have the same data type as the named input `` |
+# | [A Core ML conversion in fp16 fails or gives wrong outputs](18_inference_and_export.ipynb#Export) `AMP0210` | `` must have the same data type as the named input `` |
 # | [An fp16 ONNX model is slower than the fp32 model on a CPU](18_inference_and_export.ipynb#Export) `AMP0231` | the fp16 ONNX model takes two to four times as long as the fp32 model on a CPU |
 # | [CUDA graphs overwrite an output that you keep](../docs/compile_and_kernels.md#accessing-tensor-output-of-cudagraphs-that-has-been-overwritten) `AMP0250` | `` accessing tensor output of CUDAGraphs that has been overwritten by a subsequent run `` |
 # | [RMSNorm under autocast on CUDA returns fp32 since torch 2.12](../docs/compile_and_kernels.md#why-is-rmsnorm-in-fp32-and-slower-since-torch-212) `AMP0251` | `` Mismatch dtype between input and weight: input dtype = …, weight dtype = …, Cannot dispatch to fused implementation. `` |
@@ -371,7 +371,7 @@ assert failure.code == "AMP0018"
 # | [torch.ao.quantization warns that it is deprecated](../docs/quantized.md#torchaoquantization-is-deprecated-what-do-i-use) `AMP0284` | `` torch.ao.quantization is deprecated and will be removed in 2.10. `` |
 # | [ONNX ops on the block list still overflow in fp16](../docs/quantized.md#how-do-i-keep-some-onnx-ops-in-fp32-op_block_list) `AMP0287` | op_block_list or node_block_list is set, and the fp16 ONNX model still gives nan or zeros |
 # | [DeepSpeed refuses bf16 with this ZeRO stage](../docs/trainers.md#which-trainer-keeps-fp32-master-weights) `AMP0313` | `` bfloat16 mode is only enabled for Zero `` |
-# | [A compiled FSDP1 model gets bf16 gradients for fp32 weights](../docs/several_machines.md#questions-about-fsdp2) `AMP0314` | `` attempting to assign a gradient with dtype '…' to a tensor with dtype '…' `` |
+# | [A weight gets a gradient of another dtype, for example in compiled FSDP1](../docs/several_machines.md#questions-about-fsdp2) `AMP0314` | `` attempting to assign a gradient with dtype '…' to a tensor with dtype '…' `` |
 # <!-- end of the index -->
 
 # %% [markdown]
