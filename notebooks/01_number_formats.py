@@ -165,8 +165,8 @@ assert numbers.half().tolist() == [2048, 2048, 2050, 2052, 2052, 2052, 2054, 205
 
 # %% [markdown]
 # 2049 was rounded down to 2048 and 2051 up to 2052. Within the range of a format, the error of one
-# rounding is at most half the spacing. For a normal number, this is at most eps/2 of the number: about
-# 0.4 % in bf16 and 0.05 % in fp16. <!-- tests/notebooks/test_01_number_formats.py -->
+# rounding is at most half the spacing. For a normal number, the error is at most eps/2 times the number:
+# about 0.4 % in bf16 and 0.05 % in fp16. <!-- tests/notebooks/test_01_number_formats.py -->
 #
 # ## Overflow
 #

@@ -430,7 +430,7 @@ exercises.check_speedup(speedup)
 # speedup = 1.67
 # ```
 #
-# 100 ms become 60 ms, and 100 / 60 is 1.67.
+# A step of 100 ms takes 60 ms with AMP, so the speed-up is 100 / 60 = 1.67.
 #
 # </details>
 #

@@ -366,8 +366,8 @@ workspace.cleanup()  # deletes generated pictures
 # %% [markdown]
 # ## Summary
 #
-# - In our counts, a step with a frozen backbone needs far less memory. AMP makes a smaller difference. In
-#   training mode, the running averages of a frozen backbone still change.
+# - With 512 images in FP32, a frozen backbone lowers the memory of a step from 41.6 to 5.4 GiB. AMP about halves
+#   both. In training mode, the running averages of a frozen backbone still change.
 # - In our ResNet-50, AMP halves the output of every layer. Weights, their gradients, optimizer state and
 #   images stay in fp32. <!-- tests/notebooks/test_06_caltech256_resnet50.py -->
 # - Under `FakeTensorMode`, our dispatch mode counts the memory of a step that does not fit into your
@@ -410,7 +410,7 @@ exercises.check_map_size(map_mib)
 # map_mib = 256 * 128 * 56 * 56 * 2 / 2**20
 # ```
 #
-# That is 196 MiB. In FP32 it would be 392 MiB.
+# That is 196 MiB. In FP32 the tensor would take 392 MiB.
 #
 # </details>
 #

@@ -159,9 +159,9 @@ assert finder.report.module == "0"
 # **What you see.** `masked_fill`, `full` or `pad` raises `value cannot be converted to type c10::Half without
 # overflow`. In other cases there is no message, but attention is NaN.
 #
-# **The smallest program that does it.** We mask attention scores with -1e9, once by filling and once by
-# adding. Then we fill bf16 scores with the lowest number of fp32. It does not fit either, because the range of
-# bf16 ends slightly earlier than that of fp32.
+# **The smallest program that does it.** We fill fp16 scores with -1e9, and bf16 scores with the lowest number of
+# fp32. That number does not fit either, because the range of bf16 ends slightly earlier than that of fp32. At last
+# we add -1e9 to the fp16 scores.
 
 # %%
 with torch.autocast("cpu", dtype=torch.float16):
@@ -190,7 +190,7 @@ assert torch.where(mask, -1e9, scores).isinf().any()
 
 # %% [markdown]
 # **Not this.** Do not *add* the lowest number to the scores: in fp16 the sum is -inf again if the score is -16 or
-# less, and then the second row below is NaN.
+# less.
 
 # %%
 added = (-20 * scores + mask.half() * lowest).softmax(-1)
@@ -476,7 +476,7 @@ assert (2 * pixels / (pixels + pixels)).isnan()  # a Dice score
 
 # %% [markdown]
 # **Notice it earlier.** If all gradients of a layer are zero, wrap the step in `find_nonfinite`. It also
-# reports a divisor that is infinite, as here. <!-- tests/numerics/test_nonfinite.py -->
+# reports an infinite input of `rsqrt`, as here. <!-- tests/numerics/test_nonfinite.py -->
 
 # %% [markdown]
 # ## Training is fine but evaluation is NaN

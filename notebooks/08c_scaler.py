@@ -469,8 +469,8 @@ assert "Closure use is not currently supported if GradScaler is enabled." in mes
 # gradients or check them for infinities.
 #
 # SAM (*sharpness-aware minimization*) [does not work with the scaler](https://github.com/davda54/sam/issues/97)
-# either, because it steps twice in an iteration. You call its first step without the scaler, so an overflow
-# does not skip this step, and the weights become NaN permanently. <!-- tests/notebooks/test_08c_scaler.py -->
+# either, because it steps twice in an iteration. You call its first step without the scaler. If
+# gradients overflow, nothing skips this step, so the weights become NaN permanently. <!-- tests/notebooks/test_08c_scaler.py -->
 #
 # **The fix.** Use bf16 or fp32 with `GradScaler(enabled=False)`, which passes the closure on to the
 # optimizer.

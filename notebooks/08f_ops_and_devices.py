@@ -530,7 +530,7 @@ assert weights.float().to(device).dtype is torch.float32
 #
 # **What you see.** The package `flash-attn`, or PyTorch's copy of its kernel, raises
 # `FlashAttention only support fp16 and bf16 data type`
-# ([its source](https://github.com/Dao-AILab/flash-attention/blob/main/csrc/flash_attn/flash_api.cpp)).
+# ([the check in flash-attn](https://github.com/Dao-AILab/flash-attention/blob/main/csrc/flash_attn/flash_api.cpp)).
 #
 # **The smallest program that does it.** The kernel needs a GPU, so we only show how q becomes fp32: inside an
 # autocast block, we multiply it by fp32 cosines, as in a rotary embedding.

@@ -20,8 +20,8 @@
 # - what replaces the names of TensorFlow 2.x.
 #
 # **What you need.** [Notebook 02](02_autocast_dtypes.ipynb) for autocast, and [notebook
-# 03](03_grad_scaler_step_by_step.ipynb) for the scaler. To install TensorFlow for the CPU, up to Python 3.13, run
-# `pdm run sync --with tensorflow`. Without TensorFlow, this notebook runs only on torch.
+# 03](03_grad_scaler_step_by_step.ipynb) for the scaler. To install TensorFlow for the CPU, run `pdm run sync
+# --with tensorflow` (Python 3.13 or earlier). Without TensorFlow, this notebook runs only on torch.
 # <!-- tests/course/test_processes.py, tests/tools/test_sync.py -->
 
 # %% [markdown]
@@ -121,7 +121,7 @@ assert layers.Dense(3).compute_dtype == "float16"
 # So under `mixed_float16`, a layer that you write computes in float16 by default. Keras's batch normalization
 # [casts its input to
 # float32](https://github.com/keras-team/keras/blob/master/keras/src/layers/normalization/batch_normalization.py)
-# before it squares. We compare it with a layer of our own:
+# before it squares the input to compute the variance. We compare it with a layer of our own:
 
 
 # %%
@@ -149,7 +149,7 @@ assert ops.all(ops.isfinite(Energy(dtype="float32")(far)))
 # ## Keep the last layer in float32
 #
 # A sigmoid under `mixed_float16` passes a float16 probability to the loss. A logit of 8.5 has the probability
-# 0.9998. Just below 1, float16 numbers are 2⁻¹¹ apart, so this probability is rounded to 1. We compute the loss
+# 0.9998. The largest float16 number below 1 is about 0.9995, so this probability is rounded to 1. We compute the loss
 # of this prediction for the target 1, where it is right, and for the target 0, where it is wrong:
 
 # %%

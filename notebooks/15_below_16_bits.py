@@ -393,8 +393,8 @@ assert (usual, fnuz, torch.finfo(torch.float8_e4m3fnuz).max) == (1.0, 0.5, 240)
 #    that should stay in 16 bits are in fp32 here.
 #    <!-- tests/formats/test_inference_rehearsal.py, tests/formats/test_interception.py -->
 #
-# We call `rehearse` on our GPT. In the MLP of the second block, we multiply the weights of one of the 256
-# features by a million, and divide by a million in the next layer: <!-- tests/formats/test_rehearsal.py -->
+# We call `rehearse` on our GPT. To create an outlier, we choose one of the 256 features in the MLP of the second
+# block. We multiply its weights by a million, and divide its weights in the next layer by a million: <!-- tests/formats/test_rehearsal.py -->
 
 # %% tags=["nbval-ignore-output"]
 torch.manual_seed(0)
