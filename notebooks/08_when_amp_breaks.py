@@ -96,7 +96,7 @@ assert failure.code == "AMP0018"
 # | [The image is black or the latents are NaN: the VAE can overflow in fp16](08a_values.ipynb#The-loss-is-NaN-because-an-activation-exceeds-65504) `AMP0064` | `` invalid value encountered in cast `` |
 # | [Stable Diffusion's Unet gives NaN in fp16](08a_values.ipynb#The-loss-is-NaN-because-an-activation-exceeds-65504) `AMP0117` | `` A tensor with all NaNs was produced in Unet. `` |
 # | [An attention kernel can give NaN](../docs/compile_and_kernels.md#attention-gives-nan-on-an-h100-is-it-my-model-or-the-kernel) `AMP0113` | `` Function 'ScaledDotProductCudnnAttentionBackward0' returned nan values in its 0th output. `` |
-# | [The Trainer logs loss 0.0 and grad_norm nan](08a_values.ipynb#The-loss-is-NaN-because-an-activation-exceeds-65504) `AMP0114` | `` {'loss': 0.0, 'grad_norm': nan `` |
+# | [The Trainer logs loss 0.0 and grad_norm nan](../docs/trainers.md#the-trainer-logs-loss-00-and-grad_norm-nan) `AMP0114` | `` {'loss': 0.0, 'grad_norm': nan `` |
 # | [The CTC loss is inf or NaN](08a_values.ipynb) `AMP0115` | `` Function 'CtcLossBackward0' returned nan values in its 0th output. `` |
 # | [A gradient penalty is inf or NaN under AMP](07_training_recipes.ipynb#Penalise-gradients) `AMP0116` | GAN losses are NaN after a short time with amp, fine with amp=False |
 # | [NaN in bf16, although nothing overflows](08a_values.ipynb#The-loss-is-NaN-because-an-activation-exceeds-65504) `AMP0118` | bf16 training goes well for most of an epoch, then the loss turns to nan with sampled negatives or a softmax |
