@@ -138,3 +138,16 @@ def test_the_file_of_a_notebook_that_is_gone_is_removed(monkeypatch, capsys, tmp
     assert "gone.json is out of date" in capsys.readouterr().out
     assert write_failures.main([]) == 0
     assert not (tmp_path / "gone.json").exists()
+
+
+def test_the_output_of_explain_in_notebook_08_is_not_old():
+    notebook = Path(write_failures.__file__).parents[1] / "notebooks" / "08_when_amp_breaks.ipynb"
+    cells = nbformat.read(notebook, as_version=4).cells
+    (cell,) = (cell for cell in cells if "explain(message)" in cell.source)
+    (output,) = cell.outputs
+    (failure,) = read_explanation("AMP0018").failures
+    assert output.text.splitlines() == [
+        f"{failure.code} {failure.title}",
+        f"Why: {failure.cause}",
+        f"The fix: {failure.cure}",
+    ]

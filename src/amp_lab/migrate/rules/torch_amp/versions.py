@@ -49,7 +49,7 @@ _REWRITTEN_NAME = re.compile(r"torch\.(cuda|cpu)\.amp\.(\w+) is torch\.amp\.")
 
 
 def notes_on_versions(findings: Iterable[Finding]) -> list[str]:
-    """The oldest torch with all names of the rewritten code, and how to support older versions.
+    """The oldest torch with all new names of torch.amp, and how to support older versions.
 
     Empty if nothing was rewritten to ``torch.amp``.
     """
@@ -59,7 +59,7 @@ def notes_on_versions(findings: Iterable[Finding]) -> list[str]:
     if not rewritten:
         return []
     major, minor = max(FIRST_TORCH[name] for name in rewritten)
-    notes = [f"the rewritten code needs torch {major}.{minor} or later"]
+    notes = [f"the new names of torch.amp need torch {major}.{minor} or later"]
     # Older versions have the scaler and the decorators only in torch.cuda.amp. torch.cpu.amp got
     # its GradScaler in torch 2.3, together with torch.amp, and never had the decorators.
     from_cuda = {name for device, name in uses if device == "cuda"}
