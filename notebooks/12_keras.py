@@ -366,8 +366,9 @@ for kind, rate in ((keras.optimizers.SGD, 1.0), (keras.optimizers.Adam, 0.1)):
     assert abs(ratio / 2.0**15 - 1) < 0.01 if kind is keras.optimizers.SGD else 1 < ratio < 2
 
 # %% [markdown]
-# With SGD, the step without scaling is 2¹⁵ times too short. With Adam, it is 0.08 instead of 0.1 for this large
-# gradient. For a gradient of 0.001, Adam's first step is about 100 times too short.
+# With SGD, the step without scaling is 2¹⁵ times too short. Adam adds its `epsilon` to a number
+# that is now 2¹⁵ times too small, so its step is 0.08 instead of 0.1 for this large gradient. For a gradient of
+# 0.001, Adam's first step is about 100 times too short.
 # <!-- tests/notebooks/test_12_keras.py -->
 #
 # ## The names of TensorFlow 2.x (optional)
