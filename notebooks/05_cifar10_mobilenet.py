@@ -405,7 +405,8 @@ folder.cleanup()
 #   than FP32, time the layers by kind, and run the slow kinds with [autocast
 #   disabled](02_autocast_dtypes.ipynb#Nest-and-disable-autocast).
 # - A checkpoint needs the scaler's state if the scaler is enabled, and the random states if the network has
-#   dropout. To see that nothing is missing, check that a resumed run ends with bitwise equal weights.
+#   dropout. Check that a resumed run ends with the same weights as an
+#   uninterrupted one, bit for bit.
 #
 # Next, [notebook 06](06_caltech256_resnet50.ipynb) counts the memory of a training step.
 #

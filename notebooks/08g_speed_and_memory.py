@@ -506,8 +506,8 @@ assert peak_of(4096) > memory
 assert torch.cuda.OutOfMemoryError is torch.OutOfMemoryError
 
 # %% [markdown]
-# **Why.** The peak of a step does not fit into GPU memory. By default, weights stay there all the time,
-# Adam's state from the first step on, activations until `backward`, and gradients from `backward` to `zero_grad`.
+# **Why.** The peak of a step does not fit into GPU memory. Weights stay there all the time, and Adam's
+# state from the first step on. By default, activations stay until `backward`, and gradients until `zero_grad`.
 # <!-- tests/notebooks/test_08g_speed_and_memory.py -->
 #
 # Where the error appears suggests what is too large:

@@ -354,8 +354,8 @@ print(f"FSDP2: each of {most} ranks holds {fsdp_bytes:.0f} bytes for each parame
 assert fsdp_bytes == 16 / most
 
 # %% [markdown]
-# Here, with DDP, every rank holds the weights, the gradients and AdamW's two averages of the whole model,
-# in fp32. Here, with FSDP2, a rank holds an n-th of these bytes between two steps.
+# With DDP, every rank here holds the whole model in fp32: its weights, its gradients and AdamW's two averages.
+# With FSDP2, each of n ranks here holds an n-th of these bytes between two steps.
 #
 # ## One decision about the loss scale
 #

@@ -218,7 +218,7 @@ assert losses[1] != losses[1]  # NaN
 #
 # ### What it costs in memory
 #
-# With torch's Adam, a parameter of a linear layer takes this many bytes during the optimizer step:
+# The table shows how many bytes a parameter of a linear layer takes during the step of torch's Adam:
 # <!-- tests/notebooks/test_13_from_apex.py -->
 #
 # | | weights | gradients | master weights | gradients of masters | Adam's state | total |

@@ -499,7 +499,7 @@ exercises.check_outputs(outputs)
 #
 # ### 4. Make it fit
 #
-# Complete `scale_down`. The model is a `Sequential` of a linear layer, a ReLU and a linear layer. With the
+# Complete `scale_down`. The model is a `Sequential` with two linear layers and a ReLU between them. With the
 # input `x`, the first layer returns values beyond ±1024. Change the model in place: move a power of two, as
 # small as possible, from the first linear layer to the last. Then the outputs of the first layer should stay
 # within ±1024, and the outputs of the model should not change.

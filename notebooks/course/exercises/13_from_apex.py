@@ -53,59 +53,63 @@ def check_moved_scaler(scaler: torch.amp.GradScaler) -> str:
         type(scaler) is torch.amp.GradScaler,
         "This still has the old name, which warns and will go; the new class is in torch.amp.",
     )
+    scale = scaler.get_scale()
+    growth_interval = scaler.get_growth_interval()
     need(
-        scaler.get_scale() != 65536,
+        scale != 65536,
         "Its scale is 65536, the default: the 1024 did not arrive where the initial scale is "
         "expected. Look at what the first argument stands for.",
     )
-    need(scaler.get_scale() == 1024, f"Its scale is {scaler.get_scale():g}, and not 1024.")
+    need(scale == 1024, f"Its scale is {scale:g}, and not 1024.")
     need(
-        scaler.get_growth_interval() == 500,
-        f"The scale is right, but it would grow after {scaler.get_growth_interval()} good steps. "
+        growth_interval == 500,
+        f"The scale is right, but it would grow after {growth_interval} good steps. "
         "The old scale grew after 500.",
     )
     return "The scale begins at 1024 and grows after 500 good steps, like the old scale."
 
 
-def _scales_with(update: Callable[..., Any], gradients: list[float]) -> list[float]:
-    """The scale after each of some steps, between 2^23 and 2^24."""
+def _exponents_with(update: Callable[..., Any], gradients: list[float]) -> list[float]:
+    """The exponent of the scale (a power of two) after each step, with limits of 2^23 and 2^24."""
     weight = nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([weight])
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**23, growth_interval=1)
-    found = []
+    exponents = []
     for gradient in gradients:
         optimizer.zero_grad()
         scaler.scale(gradient * weight).sum().backward()
         scaler.step(optimizer)
         call(update, scaler, 2.0**23, 2.0**24)
-        found.append(scaler.get_scale())
-    return found
+        exponents.append(math.log2(scaler.get_scale()))
+    return exponents
 
 
 @exercise
 def check_limits(update: Callable[..., Any]) -> str:
     """An update that keeps the scale between two limits."""
-    rising = _scales_with(update, [0.1, 0.1, 0.1])
+    rising = _exponents_with(update, [0.1, 0.1, 0.1])
+    first, highest = rising[0], max(rising)
     need(
-        rising[0] == 2.0**24,
+        first == 24,
         "From 2^23 a good step should lead to 2^24, since the growth interval is 1 here; "
-        f"it is 2^{math.log2(rising[0]):g}. Has `scaler.update()` been called without a value?",
+        f"it is 2^{first:g}. Has `scaler.update()` been called without a value?",
     )
     need(
-        max(rising) == 2.0**24,
-        f"It rose to 2^{math.log2(max(rising)):g}, beyond the highest of 2^24: look at the scale "
+        highest == 24,
+        f"It rose to 2^{highest:g}, beyond the highest of 2^24: look at the scale "
         "after the update, since that may have doubled it.",
     )
-    falling = _scales_with(update, [0.1, math.inf, math.inf, 0.1])
+    falling = _exponents_with(update, [0.1, math.inf, math.inf, 0.1])
+    lowest, last = min(falling), falling[-1]
     need(
-        min(falling) == 2.0**23,
-        f"After overflows it fell to 2^{math.log2(min(falling)):g}, below the lowest of 2^23: look "
+        lowest == 23,
+        f"After overflows it fell to 2^{lowest:g}, below the lowest of 2^23: look "
         "at the scale after the update, since that may have halved it.",
     )
     need(
-        falling[-1] == 2.0**24,
+        last == 24,
         "After the scale was held at a limit, it is wrong: after a good step "
-        f"it is 2^{math.log2(falling[-1]):g} instead of 2^24.",
+        f"it is 2^{last:g} instead of 2^24.",
     )
     return "The scale rises to the highest and falls to the lowest, and no further."
 
@@ -131,9 +135,10 @@ def check_two_optimizers(step: Callable[..., Any]) -> str:
         f"The weights should both move by 0.5; they moved by {first:g} and {second:g}. The scale "
         "changed between the two steps, so that one of them was divided by the wrong scale.",
     )
+    scale = scaler.get_scale()
     need(
-        scaler.get_scale() == 2048,
-        f"Both steps are right, but the scale is {scaler.get_scale():g} after a good step that "
+        scale == 2048,
+        f"Both steps are right, but the scale is {scale:g} after a good step that "
         "should have doubled it once, from 1024.",
     )
     return "Both weights moved as in fp32, and the scale was adjusted once."
