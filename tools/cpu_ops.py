@@ -1,8 +1,7 @@
 """What torch refuses or computes slowly in 16 bits on each instruction set of x86-64 CPUs.
 
-`cpu_ops.py --out FILE` runs a training step of single layers under autocast (an
-inference step of those that store 8 bits), in fp32, bf16 and fp16, in a process for each
-instruction set that this CPU can emulate (those of `cpu_matrix`). The file has the time of each as
+`cpu_ops.py --out FILE` runs a training step of single layers in fp32, and in bf16 and fp16 under
+autocast, in a process for each instruction set that this CPU can emulate (those of `cpu_matrix`). The file has the time of each as
 a multiple of fp32's in the same process, or the error. The limits hold for fp32 too, so that a
 ratio compares like with like. `--table` prints the file as the table of docs/hardware.md.
 """
@@ -49,8 +48,6 @@ def cases() -> dict[str, tuple[nn.Module, torch.Tensor]]:
         "GRU": (nn.GRU(64, 64), sequence),
         "layer_norm": (nn.LayerNorm(256), torch.randn(256, 256)),
         "softmax": (nn.Softmax(-1), torch.randn(256, 256)),
-        "linear, int8 weights": (_Int8Weights(256, 256), torch.randn(256, 256)),
-        "linear, dynamic int8": (_Int8Matmuls(256, 256), torch.randn(256, 256)),
     }
 
 
@@ -60,56 +57,20 @@ class _Attention(nn.Module):
         return F.scaled_dot_product_attention(query, key, value)
 
 
-class _Int8Weights(nn.Module):
-    """Weights in int8 with a scale for each row, which the kernel multiplies back in."""
-
-    def __init__(self, inner: int, outer: int):
-        super().__init__()
-        self.plain = nn.Linear(inner, outer, bias=False)  # what it is compared with, in fp32
-        self.weight = torch.randint(-127, 128, (outer, inner), dtype=torch.int8)
-        self.scales = torch.full((outer,), 1e-3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not torch.is_autocast_enabled("cpu"):
-            return self.plain(x)
-        dtype = torch.get_autocast_dtype("cpu")
-        return torch._weight_int8pack_mm(x.to(dtype), self.weight, self.scales.to(dtype))
-
-
-class _Int8Matmuls(nn.Module):
-    """Weights and inputs in int8, multiplied as such, behind a layer in low precision."""
-
-    def __init__(self, inner: int, outer: int):
-        super().__init__()
-        self.plain = nn.Linear(inner, outer)
-        whole = nn.Sequential(self.plain)
-        self.layer = torch.ao.quantization.quantize_dynamic(whole, {nn.Linear})
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not torch.is_autocast_enabled("cpu"):
-            return self.plain(x)
-        return self.layer(x.to(torch.get_autocast_dtype("cpu")))
-
-
-INFERENCE = _Int8Weights | _Int8Matmuls
-
-
 def step(layer: nn.Module, data: torch.Tensor, dtype: torch.dtype | None) -> Callable[[], None]:
     """A function that runs the layer under autocast to `dtype`, or in fp32 if `dtype` is None.
 
-    It runs the forward pass and, unless the layer is for inference only, the backward pass.
+    It runs the forward and the backward pass.
     """
-    trains = not isinstance(layer, INFERENCE)
     is_enabled = dtype is not None
 
     def run() -> None:
-        inputs = data.clone().requires_grad_(trains)
+        inputs = data.clone().requires_grad_()
         with torch.autocast("cpu", dtype or torch.bfloat16, enabled=is_enabled):
             output = layer(inputs)
         if isinstance(output, tuple):  # of an LSTM: the output and the last states
             output = output[0]
-        if trains:
-            output.float().sum().backward()
+        output.float().sum().backward()
 
     return run
 
