@@ -1,9 +1,10 @@
 """What torch refuses or computes slowly in 16 bits on each instruction set of x86-64 CPUs.
 
 `cpu_ops.py --out FILE` runs a training step of single layers in fp32, and in bf16 and fp16 under
-autocast, in a process for each instruction set that this CPU can emulate (those of `cpu_matrix`). The file has the time of each as
-a multiple of fp32's in the same process, or the error. The limits hold for fp32 too, so that a
-ratio compares like with like. `--table` prints the file as the table of docs/hardware.md.
+autocast, in a process for each instruction set that this CPU can emulate (those of `cpu_matrix`).
+The file has the time of each as a multiple of fp32's in the same process, or the error. The limits
+hold for fp32 too, so that a ratio compares like with like. `--table` prints the file as the table
+of docs/hardware.md.
 """
 
 import argparse
