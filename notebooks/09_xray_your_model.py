@@ -69,8 +69,8 @@ assert [row.dtype for row in result.rows] == [torch.float16, torch.float32, torc
 #
 # **See each op.** PyTorch's
 # [dispatcher](https://docs.pytorch.org/devlogs/dispatcher/2026-04-16-how-does-the-dispatcher-work/) sends
-# an op through autocast and autograd to a kernel. Here, a `TorchDispatchMode` sees each op right before its
-# kernel. Autocast has inserted its casts before, so here the mode sees them as ops named `_to_copy`.
+# an op through autocast and autograd to a kernel. Our `TorchDispatchMode` comes after autocast, right before
+# the kernel. So it also sees autocast's casts, as ops named `_to_copy`.
 # <!-- tests/notebooks/test_09_xray_your_model.py -->
 
 # %%
@@ -156,7 +156,7 @@ assert fake_rows[-1] == ("native_layer_norm", ("fp32",) * 3, ("fp32",))
 
 # %% [markdown]
 # Each row is one op. The convolution needs three casts, for its input, weight and bias. The linear layer
-# needs only two, because its input is already fp16. The norm needs one cast up to fp32.
+# needs only two, because its input is already fp16. The norm runs in fp32, so only its input is cast.
 #
 # Does a real run show the same rows? We check this on the CPU.
 
@@ -175,9 +175,11 @@ assert tracer.rows == trace_on("cpu", net, images.shape)
 xray(net, images, device_type="cuda")
 
 # %% [markdown]
-# This table has a line for each module that computes. `work` is the module's share of the arithmetic in
-# matmuls and convolutions, and `work in` is the dtype of this work. `other ops in` is the dtype of the
-# other ops. <!-- tests/tracing/test_xray_result.py -->
+# This table has a line for each module that computes: <!-- tests/tracing/test_xray_result.py -->
+#
+# - `work` is the module's share of the arithmetic in matmuls and convolutions.
+# - `work in` is the dtype of this work.
+# - `other ops in` is the dtype of the other ops.
 #
 # ## Three models, three backends
 #
@@ -253,14 +255,12 @@ _ = figures.dtypes_by_model(grid)
 
 # %% [markdown]
 # The figure has a panel for each model, a column for each backend and a row for each kind of op. Dark
-# fields are fp32. Compare three ops:
+# fields are fp32. Compare three ops (the next cell checks them):
 #
 # - **`batch_norm`** and the `relu_` after it are fp32 on MPS.
 # - **`lstm`** is fp32 on MPS.
 # - **`_log_softmax`** in the loss is fp16 on CUDA and MPS, and fp32 on the CPU. The [next
 #   section](#The-surprise-in-cross-entropy) explains why.
-#
-# The next cell checks this.
 
 # %%
 resnet = grid["ResNet-50"]
@@ -275,12 +275,11 @@ assert casts["ResNet-50", "mps"] > 2 * casts["ResNet-50", "cuda"]
 # %% [markdown]
 # ## The surprise in cross-entropy
 #
-# On [CUDA's list](https://docs.pytorch.org/docs/stable/amp.html#autocast-op-reference), `log_softmax` and
-# `nll_loss` run in fp32. By default, `F.cross_entropy` of class indices is
-# [`log_softmax` followed by
-# `nll_loss`](https://docs.pytorch.org/docs/stable/generated/torch.nn.CrossEntropyLoss.html). Yet the
-# figure shows `_log_softmax` in fp16. We trace `F.cross_entropy` on fp16 logits, first without and then
-# with `.float()` on the logits:
+# By default, `F.cross_entropy` of class indices calls [`log_softmax`, and then
+# `nll_loss`](https://docs.pytorch.org/docs/stable/generated/torch.nn.CrossEntropyLoss.html). Both are on
+# [CUDA's list](https://docs.pytorch.org/docs/stable/amp.html#autocast-op-reference) of ops that run in fp32.
+# Yet the figure shows `_log_softmax` in fp16. We trace `F.cross_entropy` on fp16 logits, first without and
+# then with `.float()` on the logits:
 
 
 # %%
@@ -312,15 +311,18 @@ for backend in BACKENDS:
     assert in_fp32 == ("fp32", "fp32")
 
 # %% [markdown]
-# `F.cross_entropy` calls `log_softmax` [with `dtype=` set to the dtype of the
-# logits](https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/native/LossNLL.cpp). Autocast [does not
-# change this
-# argument](https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/autocast_mode.h), so the result is
-# rounded to fp16. Then autocast casts the rounded values to fp32 for `nll_loss`, so the dtype of the loss
-# hides the rounding. The [CPU's
-# list](https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/autocast_mode.cpp) contains
-# `cross_entropy_loss` itself, so there the logits are cast first. To avoid the rounding, call
-# **`.float()` on the logits.**
+# Without `.float()`, this happens on a GPU:
+#
+# 1. `F.cross_entropy` calls `log_softmax` [with `dtype=` set to the dtype of the
+#    logits](https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/native/LossNLL.cpp).
+# 2. Autocast [does not change this
+#    argument](https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/autocast_mode.h), so the result is
+#    rounded to fp16.
+# 3. Autocast casts the rounded values to fp32 for `nll_loss`. So the loss is fp32, and hides the rounding.
+#
+# To avoid the rounding, call **`.float()` on the logits.** On the CPU, autocast does this cast, because the
+# [CPU's list](https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/autocast_mode.cpp) contains
+# `cross_entropy_loss` itself.
 #
 # ## Will it fit?
 #
@@ -337,11 +339,11 @@ memory = compare_memory(resnet50, (32, 3, 224, 224), memory_bytes="24GiB", optim
 memory
 
 # %% [markdown]
-# Here, AMP makes the activations and the temporaries smaller. Weights, gradients and optimizer state have
-# the same size in every column. AMP adds copies of the weights (*weights cast by autocast*). The
-# activations take most of the memory, so almost twice the batch fits.
+# Here, AMP makes the activations and the *temporaries* (tensors that are soon freed) smaller. Weights,
+# gradients and optimizer state have the same size in every column. AMP adds copies of the weights (*weights
+# cast by autocast*). The activations take most of the memory, so almost twice the batch fits.
 #
-# Leave some room, because `compare_memory` counts only tensors.
+# Leave some room, because `compare_memory` counts only tensors, and not the memory of the driver.
 
 # %%
 fp32, fp16 = memory["fp32"], memory["fp16"]
@@ -380,9 +382,9 @@ assert amp_lab_command(command.split()) == 0
 # Two runs of one model give different numbers. Is this rounding, or a mistake? The outputs alone do not
 # show this, because the error of an output includes the errors of all ops before it.
 #
-# Here, `first_difference` repeats the ops in fp64 on the same inputs. The difference between the
-# run's result and the fp64 result is the error that the op *adds*. `first_difference` predicts how large this
-# error is if it is only rounding, and looks for an op that adds more or computes another function.
+# Here, `first_difference` looks at one op at a time. It repeats the op in fp64 on the same inputs. The difference
+# from the fp64 result is the error that this op *adds*. `first_difference` looks for the first op that adds
+# more error than rounding explains, or that computes another function in the second run.
 # <!-- tests/difference/test_first_difference.py -->
 #
 # We compare a small GPT in fp32 with itself under autocast, and then with a copy that has a mistake:
@@ -414,10 +416,10 @@ assert planted.module == "blocks.2.norm1"
 planted
 
 # %% [markdown]
-# Autocast changes the logits more than the mistake does. But no op adds more error than bf16 rounding
-# explains, so `first_difference` finds nothing in the autocast run. In the copy with the mistake, it
-# names the module and the op that adds the epsilon. *Function* means that the results of the two ops
-# differ even in fp64.
+# Autocast changes the logits more than the mistake does. Yet `first_difference` finds nothing in the autocast
+# run, because no op adds more error than bf16 rounding explains. In the copy with the mistake, it names the
+# module and the op that adds the epsilon. The kind *function* means that the results of the two ops differ
+# even in fp64.
 #
 # ## Summary
 #
