@@ -68,8 +68,8 @@ assert defaults == [torch.bfloat16] + [torch.float16] * 3
 # ## Four things that can happen to an op
 #
 # Each backend has a list of ops. [PyTorch's documentation shows those of CUDA, XPU and the
-# CPU](https://docs.pytorch.org/docs/stable/amp.html#autocast-op-reference). An op on the list has one of
-# three policies, except `binary_cross_entropy`, which CUDA and XPU refuse. Other ops are left alone:
+# CPU](https://docs.pytorch.org/docs/stable/amp.html#autocast-op-reference). Nearly every op on the list has
+# one of three policies. Autocast leaves an op alone that is not on the list:
 #
 # | policy | what autocast does | typical ops |
 # |---|---|---|
@@ -84,15 +84,15 @@ assert defaults == [torch.bfloat16] + [torch.float16] * 3
 #
 # 1. **Is the call eligible?** [Some tensors and some calls](#What-is-eligible,-and-what-is-not) are not
 #    cast.
-# 2. **Is the op on the list of this backend?** If neither the op nor the ops that it calls are listed,
-#    PyTorch's usual rules apply: the sum of an fp32 matrix and a 16-bit matrix is fp32.
+# 2. **Is the op on the list of this backend?** An op that is not on the list may call one that is.
+#    Otherwise PyTorch's usual rules apply: the sum of an fp32 matrix and a 16-bit matrix is fp32.
 # 3. **Which policy does the op have there?**
 #
 # ## Find the policy of an op
 #
-# Call an op twice to find its policy: with an fp32 matrix and with one in low precision. We do this for
-# common ops ([`course/autocast_rules.py`](course/autocast_rules.py)). Before you look: for which ops do
-# both calls return the same dtype?
+# To find the policy of an op, call it with an fp32 matrix and then with a matrix in low precision. We do
+# this for common ops ([`course/autocast_rules.py`](course/autocast_rules.py)). Before you look: for which
+# ops do both calls return the same dtype?
 
 # %%
 table = {}
@@ -106,7 +106,7 @@ assert table["mse_loss"] == table["cross_entropy"] == table["add fp32"] == ["fp3
 assert table["relu"] == table["add"] == table["mean"] == ["fp32", SHORT[low]]
 
 # %% [markdown]
-# How to read a row of this table, which has no *promote* op:
+# Each row tells you the policy of its op. (No op of this table has the policy *promote*.)
 #
 # - **Low precision in both columns:** the policy is *lower precision*.
 # - **fp32 in both columns:** the policy is *fp32*. The row `add fp32` shows PyTorch's own promotion
@@ -115,8 +115,9 @@ assert table["relu"] == table["add"] == table["mean"] == ["fp32", SHORT[low]]
 #
 # ## What is eligible, and what is not
 #
-# Autocast casts the inputs of *eligible* calls only. We multiply fp32 matrices in four ways. Then we call
-# `prod` on a matrix in low precision, with and without a `dtype`. The policy of `prod` is fp32.
+# Autocast casts the inputs of *eligible* calls only. We multiply fp32 matrices in four ways. We also call
+# `prod`, whose policy is fp32, on a matrix in low precision, with and without a `dtype`. Which of the six
+# results will be in low precision?
 
 
 # %%
@@ -154,8 +155,8 @@ assert list(found.values()) == [low] + [torch.float32] * 4 + [low]
 #
 # ## What leaves the block
 #
-# At the end of the block the results keep their dtype. We combine a result in low precision with an fp32
-# tensor outside the block. What will happen in a sum and in a matmul?
+# A result keeps its dtype when the block ends. Outside the block, we add a result in low precision to an
+# fp32 matrix, and we multiply the two. What will happen in each case?
 
 # %%
 with torch.autocast(device.type, dtype=low):
@@ -172,9 +173,10 @@ assert (inside.float() @ wide).dtype is torch.float32
 #
 # ## Backward: no autocast there
 #
-# Here `OpLog` records each op that PyTorch runs, and the dtypes of its tensor arguments. A cast by autocast
-# appears as `_to_copy`, with the dtype that it casts *from*. We run a forward pass under autocast and the
-# backward pass outside. Before you run this: in which dtype will the backward pass multiply?
+# `OpLog` records each op that PyTorch runs in its block, and the dtypes of the op's tensor arguments. A
+# cast by autocast appears as `_to_copy`, with the dtype that it casts *from*. We run a forward pass under
+# autocast and the backward pass outside. Before you run this: in which dtype will the backward pass
+# multiply?
 
 # %%
 weight = torch.rand(4, 4, device=device, requires_grad=True)
@@ -220,11 +222,9 @@ assert (careless.dtype, careful.dtype, back.dtype) == (low, torch.float32, low)
 #
 # ## The cache of weight casts
 #
-# If a block uses a weight five times, one cast is enough. In training, autocast by default keeps the cast of
-# a trained fp32 weight until the outermost block ends. <!-- tests/notebooks/test_02_autocast_dtypes.py -->
-#
-# We count the casts for a trained weight with and without the cache, for a frozen weight, and for a weight
-# that is computed from another tensor.
+# If a block uses a weight five times, one cast is enough. So autocast has a cache of weight casts. We count
+# the casts for a trained weight with and without the cache, for a frozen weight, and for a weight that is
+# computed from another tensor.
 
 
 # %%
@@ -247,8 +247,9 @@ for kind, count in counts.items():
 assert list(counts.values()) == [1, 5, 5, 5]
 
 # %% [markdown]
-# Only one case needed a single cast: the trained weight, with the cache on. In training, the cache holds
-# the casts of the fp32 parameters that you train: **leaf tensors that require a gradient**.
+# Only one case needed a single cast: the trained weight, with the cache on. In training, the cache keeps
+# the casts of fp32 **leaf tensors that require a gradient** until the outermost block ends.
+# <!-- tests/notebooks/test_02_autocast_dtypes.py -->
 #
 # The cache hurts if a weight changes inside the block. We double a weight, as `optimizer.step()` might.
 
@@ -272,8 +273,8 @@ assert torch.equal(fresh, 2 * before)
 #
 # ## Your own autograd functions
 #
-# In this example, the `forward` of a `torch.autograd.Function` runs inside the block, where autocast casts.
-# Its `backward` runs outside, where autocast does not cast, so the dtypes in `backward` do not match.
+# We write a `torch.autograd.Function` and call it inside the block, so autocast casts in its `forward`. Its
+# `backward` runs outside, where autocast does not cast. Do the dtypes in `backward` match?
 
 
 # %%
@@ -295,12 +296,10 @@ assert output.dtype is low
 print(error_of(output.float().sum().backward))
 
 # %% [markdown]
-# The backward pass raises the error, because `grad` and the saved tensors differ in dtype. [Two
-# decorators](https://docs.pytorch.org/docs/stable/amp.html#torch.amp.custom_fwd) repair this: by default,
-# `custom_fwd` remembers the state of autocast, and `custom_bwd` restores it for the backward pass.
-#
-# For a function that works in one dtype only, `custom_fwd` has the argument
-# [`cast_inputs`](https://docs.pytorch.org/docs/stable/amp.html#torch.amp.custom_fwd).
+# The backward pass raises an error, because `grad` and the saved tensors differ in dtype. [Two
+# decorators](https://docs.pytorch.org/docs/stable/amp.html#torch.amp.custom_fwd) repair this: `custom_fwd`
+# remembers the state of autocast in `forward`, and `custom_bwd` restores it for `backward`. (If your
+# function works in one dtype only, use the argument `cast_inputs` of `custom_fwd`.)
 #
 # We decorate the methods of `Product`.
 
@@ -326,9 +325,9 @@ torch.testing.assert_close(weight.grad, exact, rtol=0.02, atol=0)  # about five 
 # ## Ask for any backend's policy
 #
 # You can see CUDA's dtypes without CUDA: a **fake tensor** has a device, a shape and a dtype, but no data,
-# so its device need not exist. `policy_of` makes the tensors that its block creates fake, and enables
-# autocast for the device that you name. We give each op an input in low precision. Before you look: which ops will
-# return fp32 on CUDA, but not on the CPU?
+# so its device need not exist. In a block of `policy_of`, new tensors are fake, and autocast is on for the
+# device that you name. We give each op an input in low precision. Before you look: which ops will return
+# fp32 on CUDA, but not on the CPU?
 
 # %%
 grid = {}
@@ -367,16 +366,17 @@ assert all(table[name][1] == predicted for name, predicted in here.items())
 #
 # | question | answer |
 # |---|---|
-# | Is the call eligible? | Yes, if its tensors are floats other than float64 on the named device, and if the call has no `out=` or `dtype=` and is not in place. |
+# | Is the call eligible? | Not if it is in place or has `out=` or `dtype=`, and not for float64, integers or another device. |
 # | Is the op on the list? | `x @ y.T` is listed, `torch.outer` is not. Each backend has its own list. |
 # | Which policy does the op have? | Lower precision, fp32, or promote. |
 #
 # - Parameters and their gradients stay fp32. Results keep their dtype when they leave the block.
 # - One block goes around the forward pass and the loss. `backward()` and `step()` stay outside.
 # - An fp32 island needs `enabled=False`, and `.float()` on its 16-bit inputs.
-# - In training, the cache keeps the casts of trained weights until the outermost block ends. So do not
-#   change a weight inside a block.
-# - With `custom_fwd` and `custom_bwd`, an autograd function by default casts in `backward` as in `forward`.
+# - In training, the cache keeps the casts of trained weights until the block ends. So do not change a
+#   weight inside a block.
+# - Decorate an autograd function with `custom_fwd` and `custom_bwd`. Then autocast casts in `backward` as
+#   it did in `forward`.
 #
 # Next: [notebook 03](03_grad_scaler_step_by_step.ipynb) follows a `GradScaler`, which fp16 needs in
 # addition, through a training step.
