@@ -65,9 +65,9 @@ for name, operations, numbers in (
 # The plain step runs in FP32. The rungs use the 16-bit precision that `amp-lab doctor` recommends for
 # this device, or bf16 if it recommends none. <!-- tests/core/test_device.py -->
 #
-# We also call `keep_memory()`, which is meant for Linux CPUs. Without this call, glibc by default returns the
-# memory of large freed tensors [to the operating system](https://man7.org/linux/man-pages/man3/mallopt.3.html), and
-# getting it back costs time. <!-- tests/core/test_allocator.py -->
+# For Linux CPUs, we also call `keep_memory()`. By default, the C library returns the memory of large freed
+# tensors [to the operating system](https://man7.org/linux/man-pages/man3/mallopt.3.html), and getting it
+# back costs time. <!-- tests/core/test_allocator.py -->
 
 # %% tags=["nbval-ignore-output"]
 config = {
@@ -121,7 +121,7 @@ assert 0.98 < 12 * pixels * hidden**2 / flops <= 1  # nearly all in the two midd
 # ## Predict the speed-up
 #
 # The *limit* of the step is the time that its matmuls alone would take at the measured peak rate. We
-# compute the limit for fp32 and the 16-bit precision, and also for bf16 if that precision is fp16:
+# compute the limit for fp32, for bf16 and for the precision of the rungs:
 
 # %% tags=["nbval-ignore-output"]
 floor_ms = {p: 1e3 * flops / limits.flops_per_s[p] for p in ("fp32", low, "bf16")}
@@ -136,10 +136,9 @@ if limits.trusted and low == recommended:
 # %% [markdown]
 # ## Climb
 #
-# For each rung, we make a function that does one step and returns the loss. Before we time a rung,
-# `add` checks that training still works: the losses of the first five steps, taken as one vector, must
-# differ from those of FP32 by less than 6 % of their norm. As in notebook 04, `float32_mode` turns TF32
-# off for FP32.
+# For each rung, we make a function that does one step and returns the loss. Before we time a rung, `add`
+# checks that training still works: the first five losses, taken as one vector, must differ from those of
+# FP32 by less than 6 %. As in notebook 04, `float32_mode` turns TF32 off for FP32.
 # <!-- tests/notebooks/test_10_speed_ladder.py, tests/core/test_precision.py -->
 
 # %%
@@ -284,9 +283,8 @@ for remark in climbed.remarks():
 assert list(climbed.samples_s) == list(rungs)  # every rung was timed
 
 # %% [markdown]
-# Each line shows the time of a step, a percentage, and the speed-up over the plain step with its
-# interval. The percentage (`of peak`) is the limit divided by the time. In the figure, the black mark is
-# the limit.
+# Each line shows the time of a step, the limit as a percentage of this time (`of peak`), and the speed-up
+# over the plain step with its interval. In the figure, the black mark is the limit.
 
 # %% tags=["nbval-ignore-output"]
 _ = figures.speed_ladder({f"ConvModel, {config['size']}x{config['size']} pixels": bars})
@@ -316,11 +314,13 @@ assert moved_bytes["AMP"] < moved_bytes["plain"]
 # On the CPU of this run, autocast makes the activations and their gradients half as large, so AMP moves about
 # half the bytes.
 #
-# The **[roofline](https://doi.org/10.1145/1498765.1498785)** shows the peak rates of computing and of moving
-# data in one figure. The horizontal axis is the number of FLOPs for each byte moved. The vertical axis is
-# the FLOP/s reached. Each line is the highest possible rate of a device that computes and moves data from
-# and to memory at the same time. Under the slope of a line, moving the data takes longer than computing.
-# Under the flat part, computing takes longer.
+# The **[roofline](https://doi.org/10.1145/1498765.1498785)** shows the peak rates of computing and of
+# moving data in one figure. The horizontal axis is the number of FLOPs for each byte moved. The vertical
+# axis is the FLOP/s reached. Each line is the highest FLOP/s in one precision, if the device computes while
+# it moves data from and to memory:
+#
+# - **Under the slope**, moving the data takes longer than computing.
+# - **Under the flat part**, computing takes longer.
 
 # %% tags=["nbval-ignore-output"]
 points = []
@@ -332,11 +332,8 @@ assert points[0][2] < points[1][2]  # AMP computes more for each byte
 _ = figures.roofline(roofs, limits.memory_bytes_per_s, points)
 
 # %% [markdown]
-# AMP's point lies to the right of the FP32 point, because AMP moves fewer bytes for the same FLOPs.
-#
-# On the CPU of this run, both points lie below their line.
-#
-# A faster precision raises the flat part of the line, but not the slope.
+# AMP's point lies to the right of the FP32 point, because AMP moves fewer bytes for the same FLOPs. A
+# faster precision raises the flat part of the line, but not the slope.
 #
 # ## Where AMP loses
 #
@@ -370,8 +367,8 @@ print(f"speed-up by AMP for fifty thin layers: {speedup}; {casts} casts for 50 m
 assert casts >= 2 * 50  # weights and biases; the activations between layers stay low
 
 # %% [markdown]
-# Below 1x, AMP is slower. Autocast casts the weight and the bias of every layer, and the input of the
-# first layer.
+# A speed-up below 1x means that AMP is slower. Autocast casts the weight and the bias of every layer, and
+# the input of the first layer.
 #
 # ## From which size on does AMP pay?
 #
@@ -400,8 +397,8 @@ for size in config["sizes"]:
 _ = figures.speedup_over_size(config["sizes"], {str(low): by_size})
 
 # %% [markdown]
-# On the CPU of this run, AMP gains more with a larger picture. AMP pays from the smallest size for which
-# this holds: its whole interval and those of all larger sizes measured lie above 1.
+# On the CPU of this run, AMP gains more with a larger picture. AMP pays from a size on if its whole
+# interval lies above 1, and those of all larger sizes measured do too.
 #
 # ## Summary
 #
