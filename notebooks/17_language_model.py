@@ -53,9 +53,8 @@ print("from the layer", query.dtype, " after the rotation", rotated.dtype)
 assert (query.dtype, rotated.dtype) == (torch.bfloat16, torch.float32)
 
 # %% [markdown]
-# The product of a bf16 tensor and this fp32 table is in fp32. Autocast [casts it
-# down](02_autocast_dtypes.ipynb) for the next matmul.
-# An fp32 tensor takes twice the memory of a bf16 tensor of the same shape.
+# The product of a bf16 tensor and this fp32 table is in fp32, so it takes twice the memory of a bf16 tensor.
+# Autocast [casts the product down](02_autocast_dtypes.ipynb) for the next matmul.
 #
 # ## A small GPT
 #
@@ -119,15 +118,19 @@ result
 # [transformers](https://github.com/huggingface/transformers/blob/main/src/transformers/loss/loss_utils.py)
 # and `lm.loss_of` do.
 #
-# **Do not cast the whole model** with `model.to(torch.bfloat16)`, because this also casts buffers. A Llama
-# model of transformers stores the rates of its rotations in a buffer. If the rates are bf16, the angles are
-# [wrong in long texts](08b_learning.ipynb#Positions-or-counts-are-wrong-beyond-256).
-# <!-- tests/notebooks/test_17_language_model.py -->
+# **Load the model in the dtype that you want**, with `from_pretrained(…, dtype=…)`:
 #
-# **Load the model in the dtype that you want** instead: `from_pretrained(…, dtype=…)` leaves these rates in
-# fp32. For full fine-tuning, load the model in fp32 and use autocast, because bf16 weights [can lose small
-# updates](16_low_precision_state.ipynb#Weights-in-bf16). For LoRA (below), load the base in
-# bf16. <!-- tests/notebooks/test_17_language_model.py -->
+# - **Full fine-tuning**: fp32, with autocast, because bf16 weights [can lose small
+#   updates](16_low_precision_state.ipynb#Weights-in-bf16).
+# - **LoRA** (below): bf16 for the base.
+# - **Generation**: bf16, without autocast. If a Llama model of transformers has fp32 weights and runs under
+#   autocast, its default cache of keys and values is fp32, twice as large as in bf16.
+#   <!-- tests/notebooks/test_17_language_model.py -->
+#
+# **Do not cast the whole model** with `model.to(torch.bfloat16)`, because this also casts buffers. In a Llama
+# model of transformers, a buffer holds the rates of the rotations (the angle per position). With bf16 rates, the
+# angles are [wrong in long texts](08b_learning.ipynb#Positions-or-counts-are-wrong-beyond-256).
+# `from_pretrained` leaves the rates in fp32. <!-- tests/notebooks/test_17_language_model.py -->
 #
 # ### One dtype for q, k and v
 #
@@ -148,15 +151,14 @@ assert message.startswith("Expected query, key, and value to have the same dtype
 # %% [markdown]
 # On an NVIDIA GPU, the dtype also affects [which
 # kernel](../docs/compile_and_kernels.md#which-attention-kernel-does-scaled_dot_product_attention-run) runs.
-#
-# To be sure of flash attention there, call attention inside `with sdpa_kernel(SDPBackend.FLASH_ATTENTION):`. If
-# this kernel cannot run, attention raises an error, and warnings say why.
+# To be sure that flash attention runs, call attention inside `with sdpa_kernel(SDPBackend.FLASH_ATTENTION):`. If
+# it cannot run, attention raises an error, and warnings say why.
 # <!-- tests/notebooks/test_17_language_model.py -->
 #
 # ## Train it in each precision
 #
 # `lm.train` is a loop like that of [notebook 04](04_fp32_vs_amp.ipynb). We train with three seeds in each precision.
-# Here the test loss is computed in fp32, so that only the training differs. Before you run this: what
+# We compute each test loss in fp32, so the precision changes only the training. Before you run this: what
 # changes the test loss more, the precision or the seed? <!-- code -->
 
 # %% tags=["nbval-ignore-output"]
@@ -185,9 +187,9 @@ print(f"two seeds in fp32 differ by up to {between_seeds:.2g}")
 # ## The loss over a large vocabulary
 #
 # The vocabulary of Llama 3 has [128,256
-# entries](https://github.com/pytorch/torchtune/blob/main/torchtune/models/llama3/_model_builders.py). If you
-# call `logits = model(inputs)` and `lm.loss_of(logits, targets)` under bf16 autocast in eager mode, four tensors with
-# a value for each token and entry are in memory at the peak of the backward pass:
+# entries](https://github.com/pytorch/torchtune/blob/main/torchtune/models/llama3/_model_builders.py). The
+# logits have a value for each token and each entry. We call `logits = model(inputs)` and `lm.loss_of(logits, targets)`
+# under bf16 autocast in eager mode. At the peak of the backward pass, four tensors of this shape are in memory:
 #
 # - `logits` in bf16;
 # - the log-softmax in fp32;
@@ -252,7 +254,7 @@ print(f"fp32 logits: {1024 * 8000 * 4 / 2**20:.1f} MiB, one chunk: {64 * 8000 * 
 # For a 16-bit base, peft also creates adapters in fp32, unless you pass `autocast_adapter_dtype=False`.
 # <!-- tests/notebooks/test_17_language_model.py -->
 #
-# So that our layer works without autocast too, it casts the adapter's input up to fp32, and its output back
+# Our layer also works without autocast, because it casts the adapter's input up to fp32, and the adapter's output
 # to the dtype of the base's output: <!-- tests/notebooks/test_17_language_model.py -->
 
 
@@ -312,8 +314,8 @@ _, dtypes = xray_on_cuda(copy.deepcopy(adapted).cpu())
 assert dtypes["blocks.0.qkv"] == dtypes["blocks.1"] == torch.bfloat16  # no fp32 came in
 
 # %% [markdown]
-# Casting the base to bf16 hardly changed the loss, and fine-tuning lowered the loss. With a bf16 embedding,
-# the residual stream is bf16 too, as the last assert checks.
+# Casting the base to bf16 hardly changed the loss, and fine-tuning lowered it. The last assert checks that the
+# residual stream is bf16 too, because the embedding is bf16.
 #
 # On a GPU that has fp16 and no fast bf16, keep the base in fp16 and use fp16 autocast with the scaler. Keep
 # the adapters in fp32, because `scaler.unscale_` [raises an
@@ -324,10 +326,10 @@ assert dtypes["blocks.0.qkv"] == dtypes["blocks.1"] == torch.bfloat16  # no fp32
 # Merging adds the update to the weight, so that inference needs no adapter. If you store the sum in bf16,
 # each value is rounded.
 #
-# We take the layer `up` of the second block's MLP, and scale its update to four sizes: as large as the weight
-# (by their norms), and 100, 1000 and 10,000 times smaller. For each size, we count the values of the weight
-# that did not change, and compute how much of the update is left. Before you run this: how much is left of an
-# update that is 1000 times smaller than the weight?
+# We take one layer of the second block's MLP, and scale its update to four sizes: as large as the weight (by
+# the norm), and 100, 1000 and 10,000 times smaller. For each size, we print how many values of the weight did
+# not change, and how much of the update is left. Before you run this: how much is left of an update that is
+# 1000 times smaller than the weight?
 
 # %% tags=["nbval-ignore-output"]
 layer = adapted.blocks[1].up
@@ -345,10 +347,9 @@ assert arrived[1e-4] < 0.2 < arrived[1e-3] < 0.8
 assert stayed[1e-3] > 0.5
 
 # %% [markdown]
-# Neighbouring [normal bf16 numbers](01_number_formats.ipynb) are 0.4 to 0.8 % apart, and each value is rounded to
-# the nearest one. Here, if the update is a thousandth of the weight, most changes are less than half of the
-# distance to the next number. These values stay the same, and a large part of the update is lost. So choose one
-# of these:
+# Neighbouring [normal bf16 numbers](01_number_formats.ipynb) are 0.4 to 0.8 % apart. If a change is less than half
+# of this distance, rounding restores the old value. Here, this happens to most values if the update is a
+# thousandth of the weight, so a large part of the update is lost. Choose one of these:
 #
 # - Keep the adapter separate.
 # - Merge into a copy in **fp32**.
@@ -393,10 +394,10 @@ assert abs(in_bf16 - in_fp32) < 0.01
 # But the model is not worse in bf16 here: the test loss is nearly the same. So compare models by their loss, or by
 # how often they choose the same next token.
 #
-# Two texts can also [diverge within one
-# precision](https://thinkingmachines.ai/blog/defeating-nondeterminism-in-llm-inference/), because a matmul of a
-# different shape may add in a different order. For example, the logits can change slightly with the length of
-# the text. We compute the logits of ten characters alone, and at the beginning of a longer text.
+# **Within one precision**, two texts can [diverge
+# too](https://thinkingmachines.ai/blog/defeating-nondeterminism-in-llm-inference/), because a matmul of a
+# different shape may add in a different order. We compute the logits of ten characters alone, and at the
+# beginning of a longer text:
 
 # %% tags=["nbval-ignore-output"]
 for name, limit in (("fp32", 1e-3), ("bf16", 0.5)):
@@ -416,10 +417,6 @@ for name, limit in (("fp32", 1e-3), ("bf16", 0.5)):
 # `amp-lab diff --batch-sizes` finds the first op of the forward pass at which two batch sizes differ by more than
 # rounding.
 # <!-- tests/difference/test_first_difference.py --> <!-- tests/cli/test_diff_command.py -->
-#
-# If a Llama model of transformers has fp32 weights and runs under autocast, its default **cache** of keys and
-# values is fp32 and takes twice the memory of a bf16 cache. So for generation, use a model in bf16 without autocast.
-# <!-- tests/notebooks/test_17_language_model.py -->
 #
 # ## Summary
 #
