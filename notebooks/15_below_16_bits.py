@@ -41,9 +41,9 @@ figures.use_style()
 # %% [markdown]
 # ## The idea in five lines
 #
-# E4M3 is an FP8 (eight-bit) format. We round a gradient of ordinary size to E4M3, first
-# directly, then with a *scale*: we divide the gradient by the scale, round, and multiply by the scale.
-# In the code, `factor` is 1 / scale. Before you run this: what are the two results?
+# E4M3 is an FP8 (eight-bit) format. We round a gradient of ordinary size to E4M3, first directly, then with
+# a factor: we multiply the gradient by the factor, round, and divide by the factor. 1 / factor is called the
+# *scale*. Before you run this: what are the two results?
 
 # %%
 gradient = torch.tensor([1e-4, -3e-4, 2e-5])
@@ -86,8 +86,8 @@ assert halves[halves >= 0].tolist() == [0, 0.5, 1, 1.5, 2, 3, 4, 6]
 # ## The values that share a scale
 #
 # Here, the largest magnitude determines the scale. If one value is much larger than the others, the small values
-# that share its scale may become zero. Each format below therefore defines which values share a scale: a whole
-# tensor, a row, or a *block* (neighbours in a row). *MX* (microscaling) is an [open
+# that share its scale may become zero. So the formats differ in which values share a scale: a whole tensor, a
+# row, or a *block* (neighbours in a row). *MX* (microscaling) is an [open
 # standard](https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf), NVFP4 is
 # [NVIDIA's](https://arxiv.org/abs/2509.25149):
 #
@@ -140,7 +140,7 @@ _ = figures.sqnr_by_format(errors)
 # - In `nvfp4` it is the whole tensor too, because all blocks share the fp32 scale.
 # - In `fp8-1x128` and the MX formats (`mxfp8`, `mxfp4`), it is one block in each row.
 #
-# The next cell checks this and prints how many bits each value takes, with its share of its block's scale:
+# The next cell checks this. It also prints the bits per value, including the scales of the blocks:
 
 # %% tags=["nbval-ignore-output"]
 alone, beside = errors["normal"], errors["one outlier channel"]
@@ -173,14 +173,18 @@ assert at_100["mxfp4"] < at_100["nvfp4"] < alone["nvfp4"] - 5
 #
 # ## Train with rounded matmuls
 #
-# A linear layer has up to three kinds of matmul in a training step: the output, the gradient of the input
-# (*dgrad*), and the gradient of the weight (*wgrad*). We round both operands of each matmul to the same format.
-# So in FP8, the gradients are in E4M3 too.
+# A linear layer with an input `x` (rows, in) and a weight (out, in) has up to three matmuls in a training step:
 #
-# The blocks lie along the dimension that the matmul sums over. The weight has the shape (out, in), and
-# dgrad sums over *out*, so we round the weight again, with blocks in its columns (`weight.T`).
+# | matmul | operands | sums over |
+# |---|---|---|
+# | output | `x`, `weight` | in |
+# | gradient of the input (*dgrad*) | `grad`, `weight` | out |
+# | gradient of the weight (*wgrad*) | `grad`, `x` | rows |
 #
-# Everything else is in fp32: other ops, the optimizer's weights, and the sums.
+# We round all operands to one format, so in FP8 the gradients are in E4M3 too. Blocks lie along the dimension
+# that the matmul sums over. So each tensor is rounded twice, for example the weight for dgrad as `weight.T`.
+#
+# Everything else is in fp32: the other ops, the sums, and the weights that the optimizer updates.
 
 
 # %%
@@ -278,9 +282,9 @@ for name, values in last.items():
 _ = figures.loss_from_fp32(losses)
 
 # %% [markdown]
-# For each format, the figure shows the smoothed loss minus the smoothed fp32 loss with the same seed. Lines are
-# the mean over three seeds, and bars show the range. The grey band is the range of the three fp32 losses around
-# their mean.
+# The figure shows how far the smoothed loss of each format is above the smoothed fp32 loss with the same seed.
+# Lines are the mean over three seeds, and bars show the range. The grey band is the range of the three fp32
+# losses around their mean.
 #
 # Here, FP8 and MXFP8 learn as well as fp32. The four-bit formats learn slightly less. FP8 without a scale
 # learns much less. We check the printed losses:
@@ -328,9 +332,9 @@ assert off < 2**-8  # the rounding of the result to bf16
 #
 # ## Sums in 14 bits (optional)
 #
-# Our simulation adds the products in fp32. A Hopper GPU adds FP8 products in [about 14
-# bits](https://arxiv.org/abs/2412.19437). To lose less there, PyTorch's FP8 matmul adds partial sums in fp32,
-# unless you pass `use_fast_accum=True`. `hopper_matmul` imitates these sums.
+# Our simulation adds the products in fp32, but a Hopper GPU adds FP8 products in [about 14
+# bits](https://arxiv.org/abs/2412.19437). By default, PyTorch's FP8 matmul adds partial sums in fp32, so it loses
+# less. With `use_fast_accum=True`, it does not. `hopper_matmul` imitates both.
 # <!-- tests/formats/test_hopper_sums.py -->
 #
 # We sum 4096 products, first of values with both signs, then of their magnitudes. In which case will a
@@ -368,9 +372,12 @@ for kind_of_values, (left, right) in (("both signs", rows), ("one sign", rows.ab
 # [CUTLASS](https://github.com/NVIDIA/cutlass/blob/main/media/docs/cpp/blackwell_functionality.md) for
 # MXFP4, and [AMD](https://rocm.docs.amd.com/en/latest/reference/precision-support.html).
 #
-# On Blackwell RTX, some kernels are missing: with cuBLAS before 13.6, torch's MXFP8 matmul takes only [one
-# layout of the operands](https://github.com/pytorch/pytorch/pull/198188), and users report that Transformer
-# Engine's default NVFP4 recipe [fails](https://github.com/NVIDIA/TransformerEngine/issues/3062).
+# On Blackwell RTX, some kernels are missing:
+#
+# - With cuBLAS before 13.6, torch's MXFP8 matmul takes only [one layout of the
+#   operands](https://github.com/pytorch/pytorch/pull/198188).
+# - The default NVFP4 recipe of Transformer Engine
+#   [fails](https://github.com/NVIDIA/TransformerEngine/issues/3062), as users report.
 #
 # MI300 uses the *fnuz* variants of E4M3 and E5M2, in which the bits of a nonzero number mean half the value.
 # A checkpoint in E4M3 that is read as *fnuz*, or the reverse, has wrong values:
@@ -387,14 +394,15 @@ assert (usual, fnuz, torch.finfo(torch.float8_e4m3fnuz).max) == (1.0, 0.5, 240)
 # By default, `rehearse` tests formats on a model in training mode in three steps:
 #
 # 1. It runs a forward and a backward pass in fp32.
-# 2. In each layer of its report that suits a format, it rounds the operands of the matmuls to this format (in
-#    `fp8`, gradients to E5M2), repeats the matmuls, and compares the results with those of fp32.
-# 3. It repeats both passes of the whole model in each format, unless all layers should stay in 16 bits. Layers
-#    that should stay in 16 bits are in fp32 here.
+# 2. It repeats the matmuls of each layer with rounded operands, in each format that suits the layer. In `fp8`,
+#    it rounds gradients to E5M2. Then it compares the results with those of fp32.
+# 3. It repeats both passes of the whole model in each format. Layers that should stay in 16 bits are in fp32
+#    here. If all layers should stay in 16 bits, `rehearse` skips this step.
 #    <!-- tests/formats/test_inference_rehearsal.py, tests/formats/test_interception.py -->
 #
-# We call `rehearse` on our GPT. To create an outlier, we choose one of the 256 features in the MLP of the second
-# block. We multiply its weights by a million, and divide its weights in the next layer by a million: <!-- tests/formats/test_rehearsal.py -->
+# We call `rehearse` on our GPT, in which we create an outlier. We choose one of the 256 features in the MLP of
+# the second block, multiply its weights by a million, and divide its weights in the next layer by a million:
+# <!-- tests/formats/test_rehearsal.py -->
 
 # %% tags=["nbval-ignore-output"]
 torch.manual_seed(0)
@@ -414,17 +422,17 @@ assert all(found.verdict == "accurate enough in one step" for found in report.fo
 report
 
 # %% [markdown]
-# The report has a row for each linear layer. Under each format, the row shows the SQNR of the worst of the
-# layer's three matmuls. A star marks a layer that is better left in 16 bits. *Look at* gives the reason
-# for each star: <!-- tests/formats/test_rehearsal.py -->
+# The report has a row for each linear layer. The row shows the SQNR of the layer's worst matmul in each format.
+# A star marks a layer that is better left in 16 bits. *Look at* gives the reason for each star:
+# <!-- tests/formats/test_rehearsal.py -->
 #
 # - The large feature ruins the two layers around it, `blocks.1.up` and `blocks.1.down`, in all four formats.
 # - The head, `token.weight`, has no SQNR in these formats, because its output size, here 88, is not a [multiple
 #   of 16](08g_speed_and_memory.ipynb#A-size-is-not-a-multiple-of-16-or-8).
 #
-# The *error* rows show the errors of the whole model, with the starred layers in fp32. The verdict *accurate enough
-# in one step* does not show that the model learns. In a terminal, `amp-lab rehearse --steps 20` also trains
-# copies of the model. <!-- tests/cli/test_rehearse_command.py -->
+# The *error* rows show the errors of the whole model, with the starred layers in fp32. *Accurate enough in one
+# step* does not mean that the model learns. To test this, `amp-lab rehearse --steps 20` also trains copies of the
+# model. <!-- tests/cli/test_rehearse_command.py -->
 #
 # We check the two layers, and the error of the gradients in one format:
 
