@@ -519,8 +519,8 @@ exercises.check_advance(advance)
 #         scheduler.step()
 # ```
 #
-# With one optimizer the scale falls if and only if the step was skipped, unless the scale is 0 already. After a
-# good step it stays or grows.
+# With one optimizer, a skipped step lowers the scale, unless the scale is 0 already. After a good step, the
+# scale stays or grows.
 #
 # </details>
 #

@@ -74,7 +74,7 @@ x = torch.tensor([[1.0, 2.0]])  # (1, 2), the input of most programs below
 #
 # **What you see.** The loss is `nan` in fp16. In fp32 the loss is fine.
 #
-# **The smallest program that does it.** We pass the output of a layer with large weights to a normalisation. The
+# **A small program that shows it.** We pass the output of a layer with large weights to a normalisation. The
 # same function computes the loss in each dtype.
 
 
@@ -159,8 +159,8 @@ assert finder.report.module == "0"
 # **What you see.** `masked_fill`, `full` or `pad` raises `value cannot be converted to type c10::Half without
 # overflow`. In other cases there is no message, but attention is NaN.
 #
-# **The smallest program that does it.** We fill fp16 scores with -1e9, and bf16 scores with the lowest number of
-# fp32. That number does not fit either, because the range of bf16 ends slightly earlier than that of fp32. At last
+# **A small program that shows it.** We fill fp16 scores with -1e9, and bf16 scores with the lowest number of
+# fp32. That number does not fit either, because the range of bf16 ends slightly earlier than that of fp32. Finally,
 # we add -1e9 to the fp16 scores.
 
 # %%
@@ -216,7 +216,7 @@ assert (torch.tensor([-16.0, -15.0]).half() + lowest).isinf().tolist() == [True,
 #
 # **What you see.** Attention returns NaN for padded positions. Then the loss or the gradients are NaN.
 #
-# **The smallest program that does it.** We mask all keys for the first of two positions.
+# **A small program that shows it.** We mask all keys for the first of two positions.
 
 
 # %%
@@ -287,7 +287,7 @@ assert v.grad.isnan().all()
 # element < 0``. Without sampling, the text can be one repeated token, such as
 # `!!!!` ([report](https://github.com/QwenLM/Qwen3/issues/761)).
 #
-# **The smallest program that does it.** We sample from logits that overflow in fp16.
+# **A small program that shows it.** We sample from logits that overflow in fp16.
 
 
 # %%
@@ -339,7 +339,7 @@ assert torch.multinomial(probabilities_in(torch.bfloat16), 1).item() in (0, 1)
 #
 # **What you see.** Some values are NaN, for example in a row of zeros.
 #
-# **The smallest program that does it.** We divide each row by its largest absolute value. One row is all
+# **A small program that shows it.** We divide each row by its largest absolute value. One row is all
 # zeros.
 
 
@@ -385,7 +385,7 @@ assert rescale(h.half().float(), eps=1e-3).isfinite().all()
 #
 # **What you see.** A loss that takes `log(p)` and `log(1 - p)` is inf or NaN, although `p` is clamped.
 #
-# **The smallest program that does it.** We write binary cross-entropy by hand. Both predictions are right.
+# **A small program that shows it.** We write binary cross-entropy by hand. Both predictions are right.
 
 
 # %%
@@ -441,7 +441,7 @@ assert torch.tensor(1 - 1e-3).bfloat16() == 1
 # **What you see.** The output of a layer is exactly zero, and the layers before it do not learn. Or a Dice loss
 # is NaN. There is no message.
 #
-# **The smallest program that does it.** We write root-mean-square normalisation by hand.
+# **A small program that shows it.** We write root-mean-square normalisation by hand.
 
 
 # %%
@@ -499,7 +499,7 @@ assert (2 * pixels / (pixels + pixels)).isnan()  # a Dice score
 # **What you see.** The scaler skipped one step after a bad batch, and training went on as if nothing had
 # happened. Later the model returns NaN in evaluation.
 #
-# **The smallest program that does it.** We train a model with batch normalisation on four batches. The second
+# **A small program that shows it.** We train a model with batch normalisation on four batches. The second
 # batch overflows.
 
 # %%
@@ -533,7 +533,7 @@ assert model.eval()(x).isfinite()
 
 # %% [markdown]
 # **Notice it earlier.** Before each checkpoint, check
-# `all(b.isfinite().all() for b in model.buffers())`.
+# `all(b.isfinite().all() for name, b in model.named_buffers() if "running" in name)`.
 
 # %% [markdown]
 # ## Anomaly detection stops at a harmless overflow
@@ -554,7 +554,7 @@ assert model.eval()(x).isfinite()
 # **What you see.** With anomaly detection, `backward` raises
 # `Function 'MulBackward0' returned nan values in its 0th output.` Without anomaly detection, the run trains well.
 #
-# **The smallest program that does it.** A gradient overflows at the current loss scale. Then a mask multiplies the
+# **A small program that shows it.** A gradient overflows at the current loss scale. Then a mask multiplies the
 # gradient by 0.
 
 

@@ -63,7 +63,7 @@ x = torch.tensor([[1.0, 2.0]])  # (1, 2), the input of several programs below
 # **What you see.** Every step is skipped, and the scale halves each time, from 65536 down to 0. The
 # loss itself may look perfectly good.
 #
-# **The smallest program that does it.** The loss is a sum of square roots of squared weights. One weight starts
+# **A small program that shows it.** The loss is a sum of square roots of squared weights. One weight starts
 # at zero.
 
 
@@ -142,7 +142,7 @@ assert unscaled.isnan().any()
 #
 # **What you see.** The loss falls slowly or not at all, and some gradients are exactly zero.
 #
-# **The smallest program that does it.** We use fp16 without a scaler. The loss is a mean over many outputs,
+# **A small program that shows it.** We use fp16 without a scaler. The loss is a mean over many outputs,
 # times 1e-4.
 
 
@@ -209,7 +209,7 @@ assert (report.outputs.lost(1.0), report.smallest_scale) == (1, 8)
 # **What you see.** In older versions of PyTorch, some gradients are `None`, or `backward()` raises
 # `element 0 of tensors does not require grad and does not have a grad_fn`.
 #
-# **The smallest program that does it.** We run one pass without gradients and one pass with gradients,
+# **A small program that shows it.** We run one pass without gradients and one pass with gradients,
 # in the same autocast block. In those versions the weight got no gradient. In this one the gradient is right:
 
 # %%
@@ -248,7 +248,7 @@ assert torch.equal(model[0].weight.grad, x.expand(2, 2))  # right, in this versi
 #
 # **What you see.** The loss scale grows and grows, or a run that was meant to be bf16 overflows.
 #
-# **The smallest program that does it.** We use a scaler with bf16. By default, the scale grows after 2000
+# **A small program that shows it.** We use a scaler with bf16. By default, the scale grows after 2000
 # steps in a row without overflow. Here it grows after each step without overflow, so 150 steps are enough.
 
 
@@ -324,7 +324,7 @@ assert set(scales_in(torch.bfloat16, enabled=False)) == {1.0}
 # **What you see.** The loss stops falling earlier than with fp32 weights. Or some weights, such as
 # the weights of norms that start at 1, never change.
 #
-# **The smallest program that does it.** We load weights from a bf16 checkpoint with `assign=True`, so
+# **A small program that shows it.** We load weights from a bf16 checkpoint with `assign=True`, so
 # the model takes over the checkpoint's tensors with their dtype. Then we make a hundred small updates.
 
 
@@ -380,7 +380,7 @@ assert abs(after_updates(model) - 0.9) < 1e-4
 # **What you see.** Loss and gradients are finite, but after the first step the weights are NaN or
 # infinite.
 #
-# **The smallest program that does it.** Two weights in fp16 have the gradients 0 and 1e-4.
+# **A small program that shows it.** Two weights in fp16 have the gradients 0 and 1e-4.
 
 
 # %%
@@ -441,7 +441,7 @@ assert first_step(torch.ones(1).half(), [1e-6], eps=1e-4) == [1.0]  # nothing is
 # **What you see.** Often there is no message. A model that is good on short inputs fails on long
 # ones, a count stops at 256, or an index is out of range because 999 became 1000.
 #
-# **The smallest program that does it.** We compute the angles of rotary position embeddings (RoPE). Each angle
+# **A small program that shows it.** We compute the angles of rotary position embeddings (RoPE). Each angle
 # is a position times a frequency. The angles come from a matmul, which autocast computes in bf16.
 
 
@@ -497,7 +497,7 @@ assert rates.bfloat16().float().inv_freq != torch.tensor([1 / 3])
 #
 # **What you see.** The logged average of the loss stands still or falls to 0, although the model trains well.
 #
-# **The smallest program that does it.** We add up a thousand losses of 2.5.
+# **A small program that shows it.** We add up a thousand losses of 2.5.
 
 
 # %%
@@ -545,7 +545,7 @@ assert total_of(torch.zeros((), dtype=torch.float32)) == 2500
 # **What you see.** PyTorch refuses many operations on the weights. Or the model runs, but its results are
 # bad.
 #
-# **The smallest program that does it.** We cast small weights to FP8 without a scale. The cell prints five
+# **A small program that shows it.** We cast small weights to FP8 without a scale. The cell prints five
 # errors: two of an addition (FP8 plus FP8, FP8 plus fp32) and three of a linear layer (no bias, an fp32 bias, an
 # FP8 bias). Then it prints the share of the weights that became zero.
 

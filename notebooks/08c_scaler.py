@@ -67,7 +67,7 @@ x = torch.tensor([[1.0, 2.0]])  # (1, 2), the input of most programs below
 # **What you see.** `scaler.step` or `scaler.unscale_` raises
 # `Attempting to unscale FP16 gradients.`
 #
-# **The smallest program that does it.** We convert a model with `.half()` and train it with a scaler.
+# **A small program that shows it.** We convert a model with `.half()` and train it with a scaler.
 
 
 # %%
@@ -151,7 +151,7 @@ assert adapted[1].weight.grad.dtype is torch.float32
 # **What you see.** `scaler.unscale_` raises
 # `unscale_() has already been called on this optimizer since the last update().`
 #
-# **The smallest program that does it.** We accumulate over two batches, and clip after each of
+# **A small program that shows it.** We accumulate over two batches, and clip after each of
 # them.
 
 
@@ -222,7 +222,7 @@ torch.testing.assert_close(accumulate(clip_each=False), model[0].weight.detach()
 # **What you see.** `scaler.step` raises
 # `No inf checks were recorded for this optimizer.`
 #
-# **The smallest program that does it.** A model has two parts, and each part has an optimizer. The body
+# **A small program that shows it.** A model has two parts, and each part has an optimizer. The body
 # is frozen: it runs under `no_grad`. So only the head gets a gradient.
 
 
@@ -307,7 +307,7 @@ assert model[0].weight.grad is None
 #
 # **What you see.** The scaler raises one of the seven messages that are printed below.
 #
-# **The smallest program that does it.** Each line of the output shows the calls that we make after one
+# **A small program that shows it.** Each line of the output shows the calls that we make after one
 # backward pass, and the message that they raise. `_scale is None` means that this scaler has not scaled
 # a loss yet.
 
@@ -374,7 +374,7 @@ _ = pickle.dumps(call("step", "update"))
 # **What you see.** With SGD the loss can be huge or NaN after one step. With Adam the run may look normal until
 # the weights become NaN.
 #
-# **The smallest program that does it.** The loss is scaled, but the loop still calls
+# **A small program that shows it.** The loss is scaled, but the loop still calls
 # `optimizer.step()`.
 
 
@@ -437,7 +437,7 @@ assert weight_after_step(torch.optim.Adam, by_scaler=True, gradient=math.inf) ==
 # `Closure use is not currently supported if GradScaler is enabled.` Lightning says
 # `AMP and the LBFGS optimizer are not compatible.` <!-- tests/notebooks/test_08c_scaler.py -->
 #
-# **The smallest program that does it.** L-BFGS [needs a
+# **A small program that shows it.** L-BFGS [needs a
 # closure](https://docs.pytorch.org/docs/stable/optim.html) to evaluate the loss several times in a step.
 
 
@@ -468,9 +468,9 @@ assert "Closure use is not currently supported if GradScaler is enabled." in mes
 # **Why.** The closure runs `backward` inside the optimizer's step, where the scaler cannot unscale the
 # gradients or check them for infinities.
 #
-# SAM (*sharpness-aware minimization*) [does not work with the scaler](https://github.com/davda54/sam/issues/97)
-# either, because it steps twice in an iteration. You call its first step without the scaler. If
-# gradients overflow, nothing skips this step, so the weights become NaN permanently. <!-- tests/notebooks/test_08c_scaler.py -->
+# SAM (*sharpness-aware minimization*) has [a similar problem](https://github.com/davda54/sam/issues/97): it
+# steps twice in an iteration, and you call its first step without the scaler. If gradients overflow,
+# nothing skips this step, so the weights can become NaN permanently. <!-- tests/notebooks/test_08c_scaler.py -->
 #
 # **The fix.** Use bf16 or fp32 with `GradScaler(enabled=False)`, which passes the closure on to the
 # optimizer.
@@ -512,7 +512,7 @@ assert after < 0.01 * before
 # **What you see.** The scheduler warns
 # ``Detected call of `lr_scheduler.step()` before `optimizer.step()`.``
 #
-# **The smallest program that does it.** The loop has the right order, but the first step overflows.
+# **A small program that shows it.** The loop has the right order, but the first step overflows.
 
 
 # %%

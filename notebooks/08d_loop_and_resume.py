@@ -9,7 +9,7 @@
 # %% [markdown]
 # # Repair clipping, the loop and a resumed run
 #
-# **What you'll do.** Look up one failure: its message or symptom, the smallest program that shows it,
+# **What you'll do.** Look up one failure: its message or symptom, a small program that shows it,
 # why it happens, and the fix.
 #
 # **What you'll learn.** You will be able to repair:
@@ -63,7 +63,7 @@ x = torch.tensor([[1.0, 2.0]])  # (1, 2), the input of most programs below
 # **What you see.** There is no message. Once you clip the gradients, a model trained with SGD hardly learns.
 # The logged gradient norm is huge, and sometimes jumps by a factor of 2.
 #
-# **The smallest program that does it.** We clip to a norm of 1 right after `backward`.
+# **A small program that shows it.** We clip to a norm of 1 right after `backward`.
 
 
 # %%
@@ -131,7 +131,7 @@ assert abs(moved - 1) < 1e-3  # the full length that clipping allows
 # **What you see.** `clip_grad_norm_` raises
 # ``The total norm of order 2.0 for gradients from `parameters` is non-finite, so it cannot be clipped.``
 #
-# **The smallest program that does it.** We clip with `error_if_nonfinite=True` in a step that overflows.
+# **A small program that shows it.** We clip with `error_if_nonfinite=True` in a step that overflows.
 # Lightning Fabric's `clip_gradients` [sets this option by
 # default](https://github.com/lightly-ai/lightly-train/issues/255).
 
@@ -194,7 +194,7 @@ assert overflowing_step(strict=False, replace=True) == 65536
 # norms or embeddings, the loss may still fall, because autocast does not cast their weights.
 # <!-- tests/notebooks/test_08d_loop_and_resume.py -->
 #
-# **The smallest program that does it.** We put a second autocast block around the whole loop.
+# **A small program that shows it.** We put a second autocast block around the whole loop.
 
 
 # %%
@@ -267,7 +267,7 @@ with torch.autocast("cpu", dtype=torch.bfloat16):
 # **What you see.** A run was fine when you saved its checkpoint. After you load the checkpoint, the loss is
 # higher or NaN, the first steps are skipped, or the run deviates from an uninterrupted run.
 #
-# **The smallest program that does it.** We train Adam with gradients of 1 and -1. Then we take one step with
+# **A small program that shows it.** We train Adam with gradients of 1 and -1. Then we take one step with
 # a gradient of 0.01: once with the saved state, and once with a new Adam. We print the size of this step.
 
 
@@ -322,7 +322,7 @@ assert step == step + 1 == 300
 # **Not this.** If loading the optimizer's state makes the loss NaN, do not start with a new optimizer: its
 # first steps can be too large. Repair the state or its dtype.
 #
-# **Notice it earlier.** Before you save, check that all parameters and buffers are finite. `amp-lab migrate`
+# **Notice it earlier.** Before you save, check that the parameters and running statistics are finite. `amp-lab migrate`
 # looks for code that resumes training without the state of the scaler.
 # <!-- tests/remedies/test_migrate_remedies.py -->
 
@@ -356,7 +356,7 @@ assert step == step + 1 == 300
 #
 # Or there is no error, but the weights become infinite or NaN soon after you load the optimizer's state.
 #
-# **The smallest program that does it.** We cast the model between two steps.
+# **A small program that shows it.** We cast the model between two steps.
 
 # %%
 model = nn.Linear(2, 1)
@@ -426,7 +426,7 @@ for dtype in (torch.float16, torch.float32):
 # **What you see.** `scaler.load_state_dict` raises
 # `The source state dict is empty, possibly because it was saved from a disabled instance of GradScaler.`
 #
-# **The smallest program that does it.** We load the checkpoint of a bf16 run into an fp16 run.
+# **A small program that shows it.** We load the checkpoint of a bf16 run into an fp16 run.
 
 # %%
 from_bf16 = torch.amp.GradScaler("cpu", enabled=False).state_dict()
@@ -475,7 +475,7 @@ assert scaler.get_scale() == 1024
 # For a checkpoint of DeepSpeed, the message names [a class of
 # DeepSpeed](https://github.com/modelscope/ms-swift/issues/5808) instead.
 #
-# **The smallest program that does it.** We save the scaler itself.
+# **A small program that shows it.** We save the scaler itself.
 
 
 # %%

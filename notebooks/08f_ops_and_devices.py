@@ -9,7 +9,7 @@
 # %% [markdown]
 # # Replace ops and devices that refuse half precision
 #
-# **What you'll do.** Look up one failure: its message or symptom, the smallest program that shows it, why it
+# **What you'll do.** Look up one failure: its message or symptom, a small program that shows it, why it
 # happens, and the fix.
 #
 # **What you'll learn.** You will be able to repair:
@@ -64,7 +64,7 @@ device, scale = start()  # AMP_LAB_DEVICE and AMP_LAB_SCALE override the choice
 # `torch.nn.functional.binary_cross_entropy and torch.nn.BCELoss are unsafe to autocast.` Under autocast on a CPU
 # or on MPS, the same line runs. <!-- tests/notebooks/test_08f_ops_and_devices.py -->
 #
-# **The smallest program that does it.** `cuda_rules` switches on CUDA's autocast for fake tensors: they have a
+# **A small program that shows it.** `cuda_rules` switches on CUDA's autocast for fake tensors: they have a
 # dtype but no data, so they need no GPU.
 
 # %%
@@ -139,7 +139,7 @@ assert F.binary_cross_entropy_with_logits(perfect, target) > 0.31  # the second 
 # - `linalg.inv: Low precision dtypes not supported. Got Half`
 # - `quantile() input tensor must be either float or double dtype`
 #
-# **The smallest program that does it.** We pass 16-bit tensors to six ops, the last one under CUDA's
+# **A small program that shows it.** We pass 16-bit tensors to six ops, the last one under CUDA's
 # autocast.
 
 # %%
@@ -160,7 +160,7 @@ with cuda_rules():
 # a 16-bit tensor. Autocast casts this tensor to fp32 for the ops on its [fp32
 # list](https://docs.pytorch.org/docs/stable/amp.html#autocast-op-reference), but not for this op.
 #
-# Each type of device has its own list. The CPU's list contains `quantile` and `linalg.inv`, but CUDA's does not.
+# The list depends on the type of device: the CPU's list contains `quantile` and `linalg.inv`, but CUDA's does not.
 # Neither contains `linalg.det`. <!-- tests/notebooks/test_08f_ops_and_devices.py -->
 #
 # **The fix.** Call `.float()` on the input of this op. If the next layer needs a 16-bit input, cast the result back.
@@ -213,7 +213,7 @@ assert torch.linalg.cholesky(data.T @ data).isfinite().all()
 #
 # **What you see.** `.numpy()`, or a function that calls it, raises `Got unsupported ScalarType BFloat16`.
 #
-# **The smallest program that does it.** We convert a prediction to an array for a plot or a metric.
+# **A small program that shows it.** We convert a prediction to an array for a plot or a metric.
 
 # %%
 with torch.autocast("cpu", dtype=torch.bfloat16), torch.inference_mode():
@@ -278,7 +278,7 @@ assert (prediction.half().numpy() + 1).dtype == "float16"
 #
 # Or `torch.is_autocast_enabled` raises `unknown device type for autocast`.
 #
-# **The smallest program that does it.** We call `torch.autocast` for the device `meta` (tensors without data),
+# **A small program that shows it.** We call `torch.autocast` for the device `meta` (tensors without data),
 # first with a dtype and then without one. We ask whether autocast is enabled for `meta`. Then we pass a
 # `torch.device` instead of a string. Finally, we ask for fp32 on MPS.
 
@@ -350,7 +350,7 @@ assert warnings_of(lambda: torch.autocast("mps", enabled=False)) == ""
 # ptxas bf16 support GPU Kaggle Colab RDNA Radeon LLVM fdot2"""
 # -->
 #
-# **What you see.** On a GPU without bf16, the program is no faster in bf16 than in fp32, or raises one of these
+# **What you see.** On a GPU without bf16, the program may be no faster in bf16 than in fp32, or raise one of these
 # errors:
 # - `Current CUDA Device does not support bfloat16. Please switch dtype to float16.`
 # - `CUBLAS_STATUS_NOT_SUPPORTED when calling`, followed by a function with `CUDA_R_16BF` among its arguments
@@ -359,7 +359,7 @@ assert warnings_of(lambda: torch.autocast("mps", enabled=False)) == ""
 # - `Feature '.bf16' requires .target sm_80 or higher`, from Triton, which `torch.compile` uses ([on a
 #   T4](https://github.com/unslothai/unsloth/issues/501))
 #
-# **The smallest program that does it.** We replace two functions of PyTorch, to imitate a GPU that neither has
+# **A small program that shows it.** We replace two functions of PyTorch, to imitate a GPU that neither has
 # nor emulates bf16.
 
 # %%
@@ -422,7 +422,7 @@ with without_bf16:
 #   ([its source](https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/native/cuda/CuFFTPlanCache.h))
 # - `Unsupported dtype Half`, on a CPU with MKL
 #
-# **The smallest program that does it.** We compute the spectrum of 100 numbers in fp16 and in bf16.
+# **A small program that shows it.** We compute the spectrum of 100 numbers in fp16 and in bf16.
 
 # %%
 signal = torch.ones(100)
@@ -485,7 +485,8 @@ assert torch.fft.rfft(torch.ones(512)).abs().square().max() > 65504
 # - `Required aspect fp64 is not supported on the device`, on an Intel Arc A ([a
 #   report](https://github.com/intel/torch-xpu-ops/issues/1742))
 #
-# **The smallest program that does it.** On a Mac, the last line moves the NumPy array to the GPU.
+# **A small program that shows it.** If MPS is available, the last line tries to move the NumPy array
+# to the GPU.
 
 # %%
 weights = torch.from_numpy(np.ones(3))
@@ -532,7 +533,7 @@ assert weights.float().to(device).dtype is torch.float32
 # `FlashAttention only support fp16 and bf16 data type`
 # ([the check in flash-attn](https://github.com/Dao-AILab/flash-attention/blob/main/csrc/flash_attn/flash_api.cpp)).
 #
-# **The smallest program that does it.** The kernel needs a GPU, so we only show how q becomes fp32: inside an
+# **A small program that shows it.** The kernel needs a GPU, so we only show how q becomes fp32: inside an
 # autocast block, we multiply it by fp32 cosines, as in a rotary embedding.
 
 # %%
@@ -589,10 +590,10 @@ with torch.autocast("cpu", dtype=torch.bfloat16):
 # -->
 #
 # **What you see.** `F.scaled_dot_product_attention` raises `No available kernel. Aborting execution.` Before the
-# error, PyTorch warns why it cannot use each kernel, for example
+# error, PyTorch warns with its reasons, for example
 # `Expected query, key and value to all be of dtype: {Half, BFloat16}`.
 #
-# **The smallest program that does it.** A model allows only flash attention but gets fp32 inputs. We check it
+# **A small program that shows it.** A model allows only flash attention but gets fp32 inputs. We check it
 # with [X-ray](09_xray_your_model.ipynb), which knows the rules of CUDA and needs no GPU.
 
 

@@ -9,7 +9,7 @@
 # %% [markdown]
 # # Find the speed and the memory that AMP should save
 #
-# **What you'll do.** Look up one failure: its message or symptom, the smallest program that shows it,
+# **What you'll do.** Look up one failure: its message or symptom, a small program that shows it,
 # why it happens, and the fix.
 #
 # **What you'll learn.** You will be able to repair:
@@ -72,7 +72,7 @@ wide, _ = make(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 512))
 # **What you see.** The log contains one of the warnings below. Training is as
 # slow as in fp32.
 #
-# **The smallest program that does it.** We enable autocast and the scaler for CUDA, and pass
+# **A small program that shows it.** We enable autocast and the scaler for CUDA, and pass
 # `dtype=torch.float32` to autocast for the CPU. (If CUDA is available, only the dtype causes a warning.)
 
 # %%
@@ -124,7 +124,7 @@ with torch.autocast("xpu", dtype=torch.float16):  # neither a warning nor an eff
 # **What you see.** A model that runs in a thread is as slow as in fp32, or computes in the wrong 16-bit
 # dtype.
 #
-# **The smallest program that does it.** We call two functions in a thread, from inside an fp16 block.
+# **A small program that shows it.** We call two functions in a thread, from inside an fp16 block.
 # The second function enters autocast itself, but does not pass a dtype.
 
 
@@ -186,8 +186,8 @@ assert in_a_thread(decorated) is torch.float16
 #
 # **What you see.** A step takes as long as in fp32, or longer. A profile shows many casts (`_to_copy`).
 #
-# **The smallest program that does it.** We count the ops of five small layers. `CountOps` leaves out
-# views, which do no work.
+# **A small program that shows it.** We count the ops of five small layers. `CountOps` leaves out
+# views, which copy no data.
 
 
 # %%
@@ -271,7 +271,7 @@ assert torch.tensor(1.0).half() + 1e-4 == 1  # an update of an fp16 weight
 #
 # **What you see.** The peak memory of a training step is the same as in fp32, or higher.
 #
-# **The smallest program that does it.** The weights are large, and the batch is a single example. We
+# **A small program that shows it.** The weights are large, and the batch is a single example. We
 # add up what the forward pass saves for the backward pass, without the parameters.
 
 
@@ -337,7 +337,7 @@ assert torch.tensor(1.0).bfloat16() + 1e-3 == 1  # an update of a bf16 weight
 # **What you see.** A model needs more memory for inference with autocast than in fp32. The memory grows with
 # each layer ([a report](https://github.com/huggingface/transformers/issues/8403)).
 #
-# **The smallest program that does it.** We run a layer twice inside one block and count the casts. If
+# **A small program that shows it.** We run a layer twice inside one block and count the casts. If
 # the second pass makes fewer casts, autocast has kept copies from the first.
 
 
@@ -408,7 +408,7 @@ assert all(p.nbytes == 2 * p.numel() for p in nn.Linear(2, 2).bfloat16().paramet
 #
 # **What you see.** A matmul in FP8 raises one of the messages below.
 #
-# **The smallest program that does it.** Tensors on the `meta` device have no data, but PyTorch checks their sizes
+# **A small program that shows it.** Tensors on the `meta` device have no data, but PyTorch checks their sizes
 # [as for CUDA](https://github.com/pytorch/pytorch/blob/main/torch/_meta_registrations.py). We multiply in FP8 with an inner size of 100, then with the 50257
 # columns of GPT-2's vocabulary, and last in a grouped matmul, as in a mixture of experts.
 
@@ -434,7 +434,7 @@ print(message_of(lambda: torch._scaled_grouped_mm(fp8(32, 100), fp8(64, 100).T, 
 #
 # NVIDIA
 # [recommends](https://docs.nvidia.com/deeplearning/performance/dl-performance-matrix-multiplication/index.html#requirements-tc)
-# multiples of 16 bytes, and of 128 bytes on an A100, for inputs, outputs and rows of a linear layer.
+# multiples of 16 bytes, and of 128 bytes on an A100, for the inputs, outputs and batch size of a linear layer.
 #
 # **The fix.** Pad the vocabulary to a multiple of 64, pad the tokens in the collate function, and drop an
 # incomplete last batch with `drop_last=True`. Or keep the layer in bf16. If
@@ -489,7 +489,7 @@ torch.testing.assert_close(larger(x)[:, :5], head(x))
 # [XPU](https://github.com/pytorch/pytorch/blob/main/c10/xpu/XPUCachingAllocator.cpp) and
 # [MPS](https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/mps/MPSAllocator.mm)).
 #
-# **The smallest program that does it.** Here `forecast_memory` counts the bytes of a step without
+# **A small program that shows it.** Here `forecast_memory` counts the bytes of a step without
 # running it. We assume a GPU with 24 MiB of memory. <!-- tests/tracing/test_memory.py -->
 
 
@@ -558,7 +558,7 @@ assert peak_of(fits) <= memory < peak_of(fits + 1)
 #
 # **What you see.** Each training step, or each batch of an evaluation, needs more memory than the previous one.
 #
-# **The smallest program that does it.** We evaluate three batches, and keep the loss of each as a
+# **A small program that shows it.** We evaluate three batches, and keep the loss of each as a
 # tensor or as a number. `held_by` counts the tensors that graphs still hold at the end.
 
 

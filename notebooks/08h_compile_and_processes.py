@@ -9,7 +9,7 @@
 # %% [markdown]
 # # Repair compiled and distributed training
 #
-# **What you'll do.** Look up one failure: its message or symptom, the smallest program that shows it,
+# **What you'll do.** Look up one failure: its message or symptom, a small program that shows it,
 # why it happens, and the fix.
 #
 # **What you'll learn.** You will be able to repair:
@@ -62,7 +62,7 @@ x = torch.tensor([[1.0, 2.0]])  # (1, 2), the input of most programs below
 # outputs are the same. A gradient may be [infinite only in the compiled
 # model](https://github.com/pytorch/pytorch/issues/153044).
 #
-# **The smallest program that does it.** A function switches autocast off to compute in fp32. We compile
+# **A small program that shows it.** A function switches autocast off to compute in fp32. We compile
 # this function, and call it inside an autocast block.
 
 
@@ -132,7 +132,7 @@ with torch._functorch.config.patch(backward_pass_autocast="off"):
 # `Attempted to inline function marked as skipped` and names a method of `GradScaler`. Without
 # `fullgraph=True`, by default the graph breaks there without a message.
 #
-# **The smallest program that does it.** We compile a function that scales the loss.
+# **A small program that shows it.** We compile a function that scales the loss.
 
 # %%
 scaler = torch.amp.GradScaler("cpu")
@@ -177,7 +177,7 @@ assert scaler.scale(loss_of(x)) == 3 * scaler.get_scale()
 # `could not create a primitive descriptor for the LSTM forward propagation primitive`.
 # `nn.GRU` and `nn.RNN` do not fail. <!-- tests/core/test_cpu.py -->
 #
-# **The smallest program that does it.** We run an LSTM in both 16-bit formats.
+# **A small program that shows it.** We run an LSTM in both 16-bit formats.
 
 # %% tags=["nbval-ignore-output"]
 sequence = torch.ones(3, 2, 4)  # (T, B, C)
@@ -239,7 +239,7 @@ for dtype in (torch.bfloat16, torch.float16):
 # [warns](https://github.com/huggingface/transformers/issues/42371): `Please use the new API settings
 # to control TF32 behavior`.
 #
-# **The smallest program that does it.** One line sets a switch by its new name, and another line reads it by its
+# **A small program that shows it.** One line sets a switch by its new name, and another line reads it by its
 # old name.
 
 # %%
@@ -299,7 +299,7 @@ for mode, new_name, is_tf32 in (("high", "tf32", True), ("highest", "ieee", Fals
 # The same happens with `GradScaler`, `custom_fwd` and `custom_bwd`. If you change only the name or only
 # the arguments, you can get an error such as `missing 1 required positional argument: 'device_type'`.
 #
-# **The smallest program that does it.** We use the old names. Then we change only the name, or only the
+# **A small program that shows it.** We use the old names. Then we change only the name, or only the
 # arguments.
 
 # %%
@@ -361,7 +361,7 @@ assert warnings_of(lambda: torch.amp.custom_fwd(make, device_type="cuda")) == ""
 # `Expected to have finished reduction in the prior iteration before starting a new one.`
 # With `static_graph=True` the message may be `Your training graph has changed in this iteration`.
 #
-# **The smallest program that does it.** The model has a layer that some steps do not use.
+# **A small program that shows it.** The model has a layer that some steps do not use.
 
 
 # %%
@@ -435,7 +435,7 @@ with group_of_one():
 # FSDP `Must flatten tensors with uniform dtype but got`. An example for the older FSDP is a model with a base in
 # bf16 and [adapters in fp32](https://github.com/huggingface/trl/pull/6343).
 #
-# **The smallest program that does it.** We wrap a model that has trained weights in two dtypes.
+# **A small program that shows it.** We wrap a model that has trained weights in two dtypes.
 
 
 # %%
@@ -510,7 +510,7 @@ assert one + 2**-9 == one
 # **What you see.** There is no message. The ranks (the processes of the run) have different weights or
 # gradient norms, or their scalers skip different steps.
 #
-# **The smallest program that does it.** We compute by hand the gradients of two ranks with different
+# **A small program that shows it.** We compute by hand the gradients of two ranks with different
 # loss scales. The true gradient of each rank is 1, but the ranks get 1.5 and 0.75.
 
 # %%

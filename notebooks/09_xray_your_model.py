@@ -426,8 +426,8 @@ planted
 # - Autocast decides by the op, the dtypes and the type of the device. So fake tensors show its decisions
 #   for a device that you do not have.
 # - Under autocast on MPS, `batch_norm` runs in fp32, and so does an LSTM layer with an fp32 input.
-# - Under autocast on CUDA, XPU and MPS, `F.cross_entropy` of class indices on fp16 logits rounds its
-#   `log_softmax` to fp16 and still returns fp32. Give it `logits.float()`.
+# - In eager mode under autocast on CUDA, XPU and MPS, `F.cross_entropy` of class indices on fp16 logits
+#   rounds its `log_softmax` to fp16 and still returns fp32. Give it `logits.float()`.
 # - In our forecast, AMP makes the activations smaller, but not weights, gradients and optimizer state.
 #
 # Next, [notebook 10](10_speed_ladder.ipynb) makes a step faster, one change at a time.
@@ -542,7 +542,7 @@ exercises.check_precise_loss(precise_loss)
 #
 # ### 4. What does a model cost before its first activation?
 #
-# We train a model with 3 billion parameters under bf16 autocast, with SGD and momentum. How many GB (10^9
+# We train an fp32 model with 3 billion parameters under bf16 autocast, with SGD and momentum. How many GB (10^9
 # bytes) do weights, gradients and optimizer state take together?
 
 # %%

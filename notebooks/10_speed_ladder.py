@@ -530,7 +530,7 @@ exercises.check_to_channels_last(to_channels_last)
 # - 64 pixels: 1.05x to 1.20x
 # - 128 pixels: 1.30x to 1.50x
 #
-# From which size on does AMP pay for certain?
+# From which size on does AMP pay?
 
 # %%
 pays_from = ...
