@@ -434,7 +434,7 @@ print(dict(state))
 assert scaler_state(state).keys() == torch.amp.GradScaler("cpu").state_dict().keys()
 
 # %% [markdown]
-# Now we resume at O1. We remove `module.` from the names. The optimizer's state needs no change:
+# Now we resume at O1. We remove `module.` from the names. The state of torch's Adam needs no change:
 
 
 # %%

@@ -299,7 +299,7 @@ for name in ("mxfp4", "nvfp4"):
 
 # %% [markdown]
 # A format that works for a hundred steps of a tiny GPT can [fail in a long training of a large
-# model](https://arxiv.org/abs/2409.12517). But **a format that fails here is not worth a large run**.
+# model](https://arxiv.org/abs/2409.12517). But **do not start a large run in a format that fails here**.
 #
 # **Keep some layers in 16 bits**: [embeddings, the head, routers and
 # norms](https://arxiv.org/abs/2412.19437), and layers whose error is large.
@@ -427,8 +427,8 @@ report
 # <!-- tests/formats/test_rehearsal.py -->
 #
 # - The large feature ruins the two layers around it, `blocks.1.up` and `blocks.1.down`, in all four formats.
-# - The head, `token.weight`, has no SQNR in these formats, because its output size, here 88, is not a [multiple
-#   of 16](08g_speed_and_memory.ipynb#A-size-is-not-a-multiple-of-16-or-8).
+# - The head, `token.weight`, has no SQNR in these formats, because its output size, the number of characters, is not
+#   a [multiple of 16](08g_speed_and_memory.ipynb#A-size-is-not-a-multiple-of-16-or-8).
 #
 # The *error* rows show the errors of the whole model, with the starred layers in fp32. *Accurate enough in one
 # step* does not mean that the model learns. To test this, `amp-lab rehearse --steps 20` also trains copies of the
@@ -454,9 +454,9 @@ assert report.formats[1].gradients_off < 2**-4  # the largest rounding error of 
 #
 # - The formats here have low-precision elements *and* scales. The error of ordinary values depends mostly on the
 #   element. The scales determine which values an outlier damages.
-# - One scale for the tensor is enough for FP8 with usual outliers. In four bits an outlier wipes out
-#   most of its block, so smaller blocks help.
-# - A format that fails in a rehearsal is not worth a large run. A format that passes can still fail in a
+# - One scale for the tensor was enough for FP8 with usual outliers. In four bits our outliers wiped out
+#   most of their blocks, so smaller blocks helped.
+# - Do not start a large run in a format that fails in a rehearsal. A format that passes can still fail in a
 #   long run.
 #
 # ## Exercises

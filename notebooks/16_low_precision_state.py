@@ -430,7 +430,7 @@ assert zeros["INT8"] > 0.1 > zeros["INT8, no zero"] == 0
 # ## Summary
 #
 # - With rounding to nearest, a bf16 weight does not change if the update is less than half of the
-#   distance to the next number.
+#   distance to the next number in its direction.
 # - Stochastic rounding, Kahan summation (2 more bytes) and fp32 masters (4 more bytes) each fixed this
 #   problem here.
 # - For Adam's state, eight bits or even four were enough here, in a format that stored no square as zero. With a

@@ -181,7 +181,7 @@ for name, precision in PRECISIONS.items():
 print(f"two seeds in fp32 differ by up to {between_seeds:.2g}")
 
 # %% [markdown]
-# Here, the precision changes the loss far less than the seed does. If the precision changes the loss of your own
+# Here, the precision changes the loss less than the seed does. If the precision changes the loss of your own
 # model more than the seed does, look for the cause in [notebook 08](08_when_amp_breaks.ipynb).
 #
 # ## The loss over a large vocabulary
