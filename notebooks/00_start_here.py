@@ -138,7 +138,7 @@ def train_amp(model, optimizer, batches, dtype, scaler):
 # - **`torch.autocast`** casts the inputs of [many ops in its block](02_autocast_dtypes.ipynb): to 16 bits
 #   for linear layers and convolutions, and to fp32 for ops that need it, such as `mse_loss`. The weights
 #   stay in fp32.
-# - **The scaler** is needed only for fp16, where a gradient smaller than about 3e-8 [becomes
+# - **The scaler** is for fp16, where a gradient smaller than about 3e-8 [becomes
 #   zero](01_number_formats.ipynb#Underflow). `scale` multiplies the loss, and so all gradients, by a large
 #   number, the *loss scale*. `step` divides the gradients by the loss scale before the optimizer uses
 #   them. `update` adjusts the loss scale for the next step. For bf16 we create [the

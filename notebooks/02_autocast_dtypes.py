@@ -504,7 +504,7 @@ exercises.check_casts(number_of_casts)
 # ### 4. Find the policy of an op
 #
 # Complete `policy`. It calls `op` under the CPU's autocast in bf16 and returns `"lower precision"`,
-# `"fp32"` or `"not listed"`. (Promote does not occur: `op` takes a single matrix.)
+# `"fp32"` or `"not listed"`. (The check uses no *promote* op.)
 
 
 # %%

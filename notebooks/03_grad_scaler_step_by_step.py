@@ -177,7 +177,7 @@ check(layer, -0.8348, -1.9002, [-0.0591, 1.0])
 
 # %% [markdown]
 # To four decimals, the gradients equal those of the fp32 step. Next comes `scaler.step`: the optimizer
-# takes its step only if all its gradients are finite. Here they are, so the parameters change.
+# takes its step only if `unscale_` found no inf or NaN. Here it found none, so the parameters change.
 
 # %%
 scaler.step(optimizer)  # AMP: was optimizer.step()
@@ -390,7 +390,7 @@ for dtype in (torch.float16, torch.bfloat16):
 # |---|---|
 # | `scaler.scale(loss).backward()` | multiplies the loss by the scale, and therefore every gradient |
 # | `scaler.unscale_(optimizer)` | divides the gradients by the scale in place and checks for inf and NaN; call it before you clip |
-# | `scaler.step(optimizer)` | unscales the gradients if you did not call `unscale_`; the optimizer takes its step only if all its gradients are finite |
+# | `scaler.step(optimizer)` | unscales the gradients if you did not call `unscale_`; the optimizer takes its step only if `unscale_` found no inf or NaN |
 # | `scaler.update()` | by default halves the scale after a skipped step, and doubles it after 2000 good steps in a row |
 #
 # Use one scaler for the whole training run, and [save its state in the

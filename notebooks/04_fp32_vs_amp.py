@@ -334,7 +334,7 @@ for task, (fp32_s, amp_s) in article.items():
     assert (round(less, 3), round(speedup, 2)) in [(0.464, 1.86), (0.323, 1.48)]
 
 # %% [markdown]
-# **Less time is not a speed-up.** Here 46.4 % less time is a speed-up of 1.86x.
+# **Do not report the time saved as the speed-up.** Here 46.4 % less time is a speed-up of 1.86x.
 #
 # **Do not count the first step.** It can be slow, for example because it [loads a
 # library](https://docs.pytorch.org/tutorials/recipes/recipes/benchmark.html). Warm up before you measure.

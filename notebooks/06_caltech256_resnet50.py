@@ -206,8 +206,8 @@ for precision in precisions:
 
 # %% [markdown]
 # The percentage beside a loss is the difference from FP32. One run of each
-# precision cannot show whether a few percent come from the precision or from chance. The generated pictures have
-# four classes here, so a network that only guesses has an accuracy of about 25 %.
+# precision cannot show whether a few percent come from the precision or from chance. At the quick scale, the
+# generated pictures have four classes, so a network that only guesses has an accuracy of about 25 %.
 #
 # Look at the tutorial's table again. How much faster was AMP? Besides the precision, what else differs
 # between the two runs, and how many steps did each run take?
@@ -368,8 +368,8 @@ workspace.cleanup()  # deletes generated pictures
 #
 # - With 512 images in FP32, a frozen backbone lowers the memory of a step from 41.6 to 5.4 GiB. AMP about halves
 #   both. In training mode, the running averages of a frozen backbone still change.
-# - In our ResNet-50, AMP halves the output of every layer. Weights, their gradients, optimizer state and
-#   images stay in fp32. <!-- tests/notebooks/test_06_caltech256_resnet50.py -->
+# - On a CPU and on CUDA, AMP halves the output of every layer of our ResNet-50. Weights, their gradients,
+#   optimizer state and images stay in fp32. <!-- tests/notebooks/test_06_caltech256_resnet50.py -->
 # - Under `FakeTensorMode`, our dispatch mode counts the memory of a step that does not fit into your
 #   machine.
 # - Use one scaler for the whole run.

@@ -103,10 +103,10 @@ def train_amp(model, optimizer, scaler, dtype):
 
 
 # %% [markdown]
-# Only fp16 needs the scaler. For bf16 we
-# [disable](https://github.com/pytorch/pytorch/blob/main/torch/amp/grad_scaler.py) it: then `scale`
-# returns the loss unchanged, and `step` only calls `optimizer.step()`. So one training loop works for fp16
-# and for bf16. Create its scaler with `torch.amp.GradScaler(device.type, enabled=dtype is torch.float16)`.
+# The scaler is for fp16. For bf16 we [disable](https://github.com/pytorch/pytorch/blob/main/torch/amp/grad_scaler.py)
+# it: then `scale` returns the loss unchanged, and `step` only calls `optimizer.step()`. So one training loop
+# works for fp16 and for bf16. Create its scaler with
+# `torch.amp.GradScaler(device.type, enabled=dtype is torch.float16)`.
 #
 # ## How a recipe is checked
 #
@@ -312,9 +312,8 @@ recomputed = problem.change(train_amp, torch.float16, make_model=Checkpointed)
 assert torch.equal(recomputed, problem.change(train_amp, torch.float16))
 
 # %% [markdown]
-# We know one case in which AMP needs a change (torch 2.15): if two checkpointed parts share a trained
-# weight and a `context_fn` saves only the matmuls, backward raises `… not found in storage`. Give autocast
-# `cache_enabled=False`. <!-- tests/notebooks/test_07_training_recipes.py -->
+# In torch 2.15, if two checkpointed parts share a trained weight and a `context_fn` saves only the
+# matmuls, backward raises `… not found in storage`. Give autocast `cache_enabled=False`. <!-- tests/notebooks/test_07_training_recipes.py -->
 #
 # **Without `use_reentrant`** you get the older kind of checkpoint, with a warning that asks you to
 # choose. If the checkpoint's input needs no gradient, such as a batch of data, the older kind cuts the

@@ -7,8 +7,9 @@ import pytest
 import torch
 from definitions import definitions
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torchvision.models import resnet50
+
+from course.autocast_rules import policy_of
 
 import build_pairs
 from amp_lab import Precision
@@ -105,12 +106,12 @@ def test_only_the_head_saves_for_backward_if_the_rest_is_frozen(frozen):
     assert (set(saved) == {(2, 4)}) == frozen
 
 
-def test_amp_halves_the_output_of_every_layer():
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+def test_amp_halves_the_output_of_every_layer(device_type):
     dtypes = set()
-    with FakeTensorMode():
+    with policy_of(device_type) as low, torch.device(device_type):
         model = resnet50()
         for module in model.modules():
             module.register_forward_hook(lambda module, args, output: dtypes.add(output.dtype))
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            model(torch.rand(2, 3, 64, 64))
-    assert dtypes == {torch.bfloat16}
+        model(torch.rand(2, 3, 64, 64))
+    assert dtypes == {low}
