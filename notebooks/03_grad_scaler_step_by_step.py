@@ -166,8 +166,8 @@ assert layer.weight.grad.dtype is torch.float32
 # converted them to fp32, the dtype of their parameters.
 #
 # `unscale_` divides the gradients by the scale, in place, and records whether any of them is infinite or
-# NaN. Call `unscale_` before you read or change gradients, for example to clip them. Other loops can leave
-# out the call: `step` then [unscales the gradients
+# NaN. Call `unscale_` before you read or change gradients, for example to clip them. Otherwise you can
+# leave it out, because `step` then [unscales the gradients
 # itself](https://docs.pytorch.org/docs/stable/notes/amp_examples.html).
 
 # %%
@@ -186,8 +186,8 @@ check(layer, -0.7756, -2.9002, [-0.0591, 1.0])
 
 # %% [markdown]
 # Call `update` after you have called `scaler.step` for every optimizer. It adjusts the scale for the next
-# iteration. It also clears what the scaler recorded about this iteration, such as
-# the fact that the gradients are already unscaled. <!-- tests/notebooks/test_08c_scaler.py -->
+# iteration, and clears the scaler's record that the gradients are unscaled.
+# <!-- tests/notebooks/test_08c_scaler.py -->
 
 # %%
 scaler.update()  # AMP
@@ -206,9 +206,9 @@ assert (scaler.get_scale(), good_steps) == (4096, 1)
 #
 # ## An overflow: the step is skipped, the scale halves
 #
-# The largest fp16 number is 65504. The loss of our network is its output, which is in fp16. So the
-# gradient of the output is in fp16 too. This gradient equals the scale, because the scaled loss is
-# scale x output. A scale of 131072 (2^17) does not fit into fp16, so the gradient becomes infinite.
+# The scaled loss of our network is scale x output, so the gradient of the output equals the scale. The
+# output is in fp16, and so is its gradient. The largest fp16 number is 65504. So with a scale of 131072
+# (2^17), the gradient becomes infinite.
 #
 # `train_step` contains the lines of the step above, without `unscale_`, and prints the result.
 
@@ -290,8 +290,7 @@ for _ in range(300):
     optimizer.zero_grad()
 
 # %% [markdown]
-# The scale halves in each skipped step and in no other, so the list of scales shows which steps were
-# skipped.
+# The scale halves in skipped steps only, so the list of scales shows which steps were skipped.
 
 # %%
 after_each = pairwise([*scales, scaler.get_scale()])
