@@ -328,7 +328,7 @@ assert failure.code == "AMP0018"
 # | [torch.cuda.amp warns that it is deprecated](08h_compile_and_processes.ipynb#torch.cuda.amp-warns-that-it-is-deprecated) `AMP0035` | `` `torch.cuda.amp.autocast(args...)` is deprecated. `` |
 # | [DDP waits for a parameter without a gradient](08h_compile_and_processes.ipynb#DDP-waits-for-a-parameter-without-a-gradient) `AMP0040` | `` Expected to have finished reduction in the prior iteration before starting a new one. `` |
 # | [FSDP refuses parameters of two dtypes](08h_compile_and_processes.ipynb#FSDP-refuses-parameters-of-two-dtypes) `AMP0181` | `` FSDP expects uniform original parameter dtype but got `` |
-# | [The ranks of a distributed run diverge](08h_compile_and_processes.ipynb#The-ranks-of-a-distributed-run-diverge) `AMP0182` | the ranks of a distributed run drift apart, have other gradient norms, or skip different steps |
+# | [The ranks of a distributed run diverge](08h_compile_and_processes.ipynb#The-ranks-of-a-distributed-run-diverge) `AMP0182` | the ranks of a DDP run drift apart, have other gradient norms, or skip different steps |
 # | [Compiled and eager results differ](18_inference_and_export.ipynb#What-torch.compile-changes) `AMP0095` | log-probs differ between eager and torch.compile in bfloat16, allclose fails |
 # | [NaN appears only with torch.compile](08h_compile_and_processes.ipynb#A-compiled-model-has-different-gradients) `AMP0183` | torch.compile with reduce-overhead or max-autotune goes to NaN, plain compile is fine |
 # | [A wrapper of autocast breaks the compiled graph](08h_compile_and_processes.ipynb#The-scaler-is-inside-a-compiled-function) `AMP0180` | `` setattr() is not supported on type autocast `` |
@@ -355,7 +355,7 @@ assert failure.code == "AMP0018"
 # | [An ONNX, TensorRT or OpenVINO model in fp16 can give NaN or wrong results](18_inference_and_export.ipynb#Export) `AMP0197` | `` Detected finite FP32 values which would overflow in FP16 and converted them to the closest finite FP16 value. `` |
 # | [TensorRT warns that a layer norm may overflow in fp16](18_inference_and_export.ipynb#Export) `AMP0076` | `` Running layernorm after self-attention in FP16 may cause overflow `` |
 # | [torch.jit.trace fails inside an autocast block](18_inference_and_export.ipynb#Export) `AMP0082` | `` Cannot insert a Tensor that requires grad as a constant. Consider making it a parameter or input, or detaching the gradient `` |
-# | [An exported model computes in another dtype than expected](18_inference_and_export.ipynb#Export) `AMP0099` | `` Parameter was initialized as DataType.… but set to DataType.… `` |
+# | [An exported model computes in another dtype than expected](18_inference_and_export.ipynb#Export) `AMP0099` | an exported model computes in another dtype than expected |
 # | [Flash attention gives different results with the same seed](17_language_model.ipynb#The-same-prompt,-another-text) `AMP0208` | same seed, but the loss differs from run to run with flash attention |
 # | [A matmul in 16 bits differs between two GPU models](18_inference_and_export.ipynb#Which-decisions-change?) `AMP0209` | fp16 results on an A100 differ from those on a 3090 |
 # | [A Core ML conversion in fp16 fails or gives wrong outputs](18_inference_and_export.ipynb#Export) `AMP0210` | `` must have the same data type as the named input `` |

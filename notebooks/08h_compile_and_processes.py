@@ -92,7 +92,7 @@ assert (eager, compiled) == (torch.tensor(1.001).item(), 1.0)
 # a matmul in a region with `autocast(enabled=False)` can be computed in 16 bits.
 #
 # **The fix.** Move the autocast block *into* the compiled function, where the compiler sees its end.
-# Or set `torch._functorch.config.backward_pass_autocast = "off"` before you compile.
+# Or set `torch._functorch.config.backward_pass_autocast = "off"` (torch 2.9 or later) before you compile.
 
 
 # %%
@@ -144,10 +144,10 @@ broken = torch._dynamo.explain(lambda h: scaler.scale(h.sum()))(x)
 assert len(broken.break_reasons) == 1
 
 # %% [markdown]
-# **Why.** `torch.compile` does not trace the function that the message names.
+# **Why.** `torch.compile` does not trace the function that the message names, such as `GradScaler.scale`.
 #
-# **The fix.** Compile the model, or the function that computes the loss, including autocast. Call
-# `scale`, `unscale_`, `step` and `update` outside the compiled function.
+# **The fix.** Call the named function outside the compiled function, and with a scaler also `unscale_`, `step`
+# and `update`. Compile only the model, or the function that computes the loss, including autocast.
 
 # %%
 loss_of = torch.compile(lambda h: h.sum(), backend="aot_eager", fullgraph=True)
@@ -168,7 +168,7 @@ assert scaler.scale(loss_of(x)) == 3 * scaler.get_scale()
 #   "nn.LSTM crashes under torch.autocast on a CPU but runs on a GPU",
 #   "LSTM in bf16 works on one CPU and not on another",
 #   "training an LSTM with precision bf16 without a GPU fails in oneDNN",
-#   "a GRU, LSTM or OCR model under bf16 autocast stops on a CPU without AVX-512",
+#   "an LSTM or OCR model under bf16 autocast stops on a CPU without AVX-512",
 # ]
 # words = "mkldnn oneDNN AVX512 avx512_bf16 recurrent ocr"
 # -->
@@ -193,9 +193,8 @@ for dtype in (torch.bfloat16, torch.float16):
     assert outcome in ("runs", message)
 
 # %% [markdown]
-# **Why.** For an LSTM without `proj_size` on an fp32 tensor, a torch that uses the library oneDNN chooses
-# oneDNN's kernel. Then autocast casts the tensors to 16 bits, but oneDNN may have no 16-bit LSTM for your CPU.
-# <!-- tests/core/test_cpu.py -->
+# **Why.** For an LSTM on an fp32 tensor, torch can choose the kernel of the library oneDNN. Then autocast casts
+# the tensors to 16 bits, but oneDNN may have no 16-bit LSTM for your CPU. <!-- tests/core/test_cpu.py -->
 #
 # **The fix.** Run the layer in fp32: open `torch.autocast("cpu", enabled=False)` around it, and cast its
 # input with `.float()`.
@@ -256,11 +255,11 @@ assert all("mix of the legacy and new APIs" in message for message in messages)
 # %% [markdown]
 # **Why.** PyTorch has old names (`allow_tf32`) and new names (`fp32_precision`) for its [TF32
 # switches](19_choose_your_precision.ipynb#What-fp32-means). Setting a new name does not change the old one.
-# Here the two contradict each other, so reading the old name raises an error.
+# If the two contradict each other, reading the old name raises an error.
 #
 # **The fix.** Set TF32 for matmuls with `torch.set_float32_matmul_precision`, which changes the old and the new
-# name, and for convolutions with `torch.backends.cudnn.allow_tf32`. Do not set `fp32_precision` while any library
-# reads the old names.
+# name, and for convolutions with `torch.backends.cudnn.allow_tf32`. Do not set `fp32_precision` while any
+# library reads the old names. You can ignore the warning (`Please use the new API settings`).
 
 # %%
 for mode, new_name, is_tf32 in (("high", "tf32", True), ("highest", "ieee", False)):
@@ -318,7 +317,7 @@ print(message_of(lambda: torch.amp.autocast(enabled=False)))
 print(message_of(lambda: torch.amp.custom_fwd(make)))
 
 # %% [markdown]
-# **Why.** The functions have moved to `torch.amp`, where the type of device is an argument. The old
+# **Why.** The functions have moved to `torch.amp`, where, unlike before, the type of device is an argument. The old
 # names still work in torch 2.15.
 # <!-- tests/notebooks/test_13_from_apex.py -->
 #
@@ -327,8 +326,8 @@ print(message_of(lambda: torch.amp.custom_fwd(make)))
 # <!-- tests/notebooks/test_08h_compile_and_processes.py -->
 #
 # **The fix.** Write `torch.autocast("cuda", dtype=torch.float16)`, `torch.amp.GradScaler("cuda")` and
-# `@torch.amp.custom_fwd(device_type="cuda")`. `amp-lab migrate` can rewrite the old names.
-# If the warning comes from a library, update the library. <!-- tests/migrate/test_torch_amp.py -->
+# `@torch.amp.custom_fwd(device_type="cuda")`, or `"cpu"` instead of `"cuda"`. `amp-lab migrate` can rewrite the
+# old names. If the warning comes from a library, update the library. <!-- tests/migrate/test_torch_amp.py -->
 
 # %%
 assert warnings_of(lambda: torch.autocast("cuda", dtype=torch.float16, enabled=False)) == ""
@@ -399,11 +398,12 @@ assert "Expected to have finished reduction in the prior iteration" in unused
 # %% [markdown]
 # **Why.** DDP averages a group of gradients [when all of them are
 # ready](https://docs.pytorch.org/docs/stable/notes/ddp.html). By default, if a trained parameter gets no
-# gradient in `backward`, its group is never ready, so the next step raises this error.
+# gradient in `backward`, its group is never ready, so the next step raises an error. With `static_graph=True`,
+# the same parameters must get a gradient in each step.
 #
-# **The fix.** Remove the layers that the loss does not use, or freeze them with `requires_grad_(False)`
-# before you create the DDP model. If the unused layers change from step to step, pass
-# `find_unused_parameters=True`, which searches the graph for them.
+# **The fix.** Remove the layers that the loss does not use, or freeze them with `requires_grad_(False)` before
+# you create the DDP model. If the unused layers change from step to step, pass `find_unused_parameters=True`
+# instead of `static_graph=True`.
 
 # %%
 with group_of_one():
@@ -462,11 +462,13 @@ assert old.startswith("Must flatten tensors with uniform dtype but got")
 
 # %% [markdown]
 # **Why.** The older FSDP flattens the parameters of a unit (a module that you wrap) into one tensor, which has
-# one dtype. FSDP2 checks only the parameters that are trained.
+# one dtype. FSDP2 needs one dtype for the trained parameters of a unit.
 #
-# **The fix.** With FSDP2, cast all trained weights to fp32 before you wrap the model, and let
-# `MixedPrecisionPolicy(param_dtype=torch.bfloat16)` cast them for the computation. Or first wrap each
-# module that has another dtype as a separate unit.
+# **The fix.** Cast the weights to fp32 before you wrap the model (for FSDP2 only the trained ones), and let
+# FSDP cast them for the computation, as with `MixedPrecisionPolicy(param_dtype=torch.bfloat16)`. Or first wrap
+# each module that has another dtype as a separate unit. With QLoRA, set
+# [`bnb_4bit_quant_storage`](https://huggingface.co/docs/bitsandbytes/fsdp_qlora) to the dtype of the other
+# weights.
 
 # %%
 with group_of_one():
@@ -478,9 +480,6 @@ with group_of_one():
     assert run_sharded(model).dtype is torch.bfloat16
 
 # %% [markdown]
-# For QLoRA, store the quantized base in the dtype of the rest:
-# [`bnb_4bit_quant_storage=torch.bfloat16`](https://huggingface.co/docs/bitsandbytes/fsdp_qlora).
-#
 # **Not this.** `model.to(torch.bfloat16)` also removes the message. But then there are no fp32 master
 # weights, and plain optimizers lose small updates.
 
@@ -498,8 +497,8 @@ assert one + 2**-9 == one
 #
 # `AMP0182` <!-- failure
 # symptoms = [
-#   "the ranks of a distributed run drift apart, have other gradient norms, or skip different steps",
-#   "the GradScaler has a different scale on each GPU",
+#   "the ranks of a DDP run drift apart, have other gradient norms, or skip different steps",
+#   "the GradScaler has a different scale on each GPU with DDP",
 #   "DDP with fp16: parameters are no longer the same on all ranks",
 #   "loss differs between ranks after resuming from a checkpoint",
 #   "the loss scale of rank 0 and rank 1 differ after many steps, models drift apart",
