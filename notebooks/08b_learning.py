@@ -24,7 +24,7 @@
 #   loss](#A-loss-summed-up-in-bf16-is-too-small).
 #
 # **What you need.** You need no GPU. This notebook is a reference, so read only the section that you need.
-# The [index](08_when_amp_breaks.ipynb) lists all failures. The code of a failure, such as `AMP0015`,
+# For other failures, see the [index](08_when_amp_breaks.ipynb). The code of a failure, such as `AMP0015`,
 # stands below its heading. In the programs, `make` returns a model and its optimizer, and `message_of`
 # returns the message of the error that a call raises.
 

@@ -22,7 +22,7 @@
 # - [The scheduler warns that it came before the optimizer](#The-scheduler-warns-that-it-came-before-the-optimizer).
 #
 # **What you need.** You need no GPU. This notebook is a reference, so read only the section that you need.
-# The [index](08_when_amp_breaks.ipynb) lists all failures. The code of a failure, such as `AMP0015`,
+# For other failures, see the [index](08_when_amp_breaks.ipynb). The code of a failure, such as `AMP0015`,
 # stands below its heading. In the programs, `make` returns an `nn.Sequential` with one linear layer, and
 # its optimizer. `message_of` returns the message of the error that a call raises, and `warnings_of` returns
 # its warnings.

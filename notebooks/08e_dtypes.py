@@ -22,7 +22,7 @@
 # - [The input is float64 or an integer](#The-input-is-float64-or-an-integer).
 #
 # **What you need.** You need no GPU. This notebook is a reference, so read only the section that you need.
-# The [index](08_when_amp_breaks.ipynb) lists all failures. The code of a failure, such as `AMP0015`,
+# For other failures, see the [index](08_when_amp_breaks.ipynb). The code of a failure, such as `AMP0015`,
 # stands below its heading.
 #
 # **The names of dtypes.** Here, *half precision* means fp16 or bf16. In the messages, `Half` is only fp16,

@@ -24,7 +24,7 @@
 # - [Attention finds no kernel](#Attention-finds-no-kernel).
 #
 # **What you need.** You need no GPU. This notebook is a reference, so read only the section about your
-# failure. The [index](08_when_amp_breaks.ipynb) lists all failures. The code of a failure, such as
+# failure. For other failures, see the [index](08_when_amp_breaks.ipynb). The code of a failure, such as
 # `AMP0015`, stands below its heading. In the programs, `message_of` and `warnings_of` return the error
 # message and the warnings of a call.
 

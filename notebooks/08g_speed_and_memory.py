@@ -23,7 +23,7 @@
 # - [Memory grows with each step or in evaluation](#Memory-grows-with-each-step-or-in-evaluation).
 #
 # **What you need.** You need no GPU. This notebook is a reference, so read only the section that you need.
-# The [index](08_when_amp_breaks.ipynb) lists all failures. The code of a failure, such as `AMP0015`,
+# For other failures, see the [index](08_when_amp_breaks.ipynb). The code of a failure, such as `AMP0015`,
 # stands below its heading. In the programs, `make` returns a model and its optimizer, `message_of` returns
 # the message of the error that a call raises, and `warnings_of` returns its warnings.
 
