@@ -72,10 +72,10 @@ assert off[torch.float32, 64] < 1e-6
 assert 1e-3 < off[torch.bfloat16, 2] < off[torch.bfloat16, 64]
 
 # %% [markdown]
-# Here, in fp32, the average over equal parts equals the gradient of the whole batch up to rounding,
-# because only the order of the sum differs. In bf16, the additions here round again, so the error is larger
-# with 64 ranks than with 2. With several devices, you therefore also choose the dtype in which the gradients
-# are sent and added up.
+# In fp32, our average over equal parts equals the gradient of the whole batch up to rounding, because only
+# the order of the sum differs. In bf16, each addition rounds the sum, and here the error is larger with 64
+# ranks than with 2. So with several devices, you also choose the dtype in which gradients are sent and
+# added up.
 #
 # ## One process
 #
@@ -130,13 +130,14 @@ for name, dtype in PRECISIONS.items():
 # ## Divide the batch
 #
 # With n processes, each rank takes an n-th of every batch, and the ranks average their gradients.
-# `DistributedSampler` decides which samples a rank gets. Here, in the first epoch, it draws the same
-# permutation as `RandomSampler` does from the same seed. Rank r starts at sample r of this permutation and
-# takes every n-th sample. So in each step, the ranks together get the batch of a single process. Before each
-# further epoch, call `sampler.set_epoch(epoch)`, or the permutation stays the same. <!-- tests/notebooks/test_11_scale_out.py -->
+# `DistributedSampler` decides which samples a rank gets. In our single epoch, it draws the same permutation
+# as the `RandomSampler` of the plain loop, because the seeds are the same. Rank r starts at sample r of
+# this permutation and takes every n-th sample. So in each step, the ranks together get the batch of a
+# single process. Before each further epoch, call `sampler.set_epoch(epoch)`, or the permutation stays the
+# same. <!-- tests/notebooks/test_11_scale_out.py -->
 #
-# [`torchrun`](https://docs.pytorch.org/docs/stable/elastic/run.html) starts n copies of one script. Here,
-# each copy first joins the *process group*.
+# [`torchrun`](https://docs.pytorch.org/docs/stable/elastic/run.html) starts n copies of one script. Each
+# copy first joins the *process group*, in which the ranks exchange data.
 
 
 # %%
@@ -160,8 +161,9 @@ def join(device_type):
 # With [DDP](https://docs.pytorch.org/docs/stable/notes/ddp.html), every rank has the whole model. By
 # default, DDP averages the gradients over all ranks during `backward`. <!-- tests/notebooks/test_11_scale_out.py -->
 #
-# The gradients are fp32, so by default DDP sends them in fp32. A [communication
-# hook](https://docs.pytorch.org/docs/stable/ddp_comm_hooks.html) can cast them first, here to bf16.
+# Our gradients are fp32, so DDP sends them in fp32. A [communication
+# hook](https://docs.pytorch.org/docs/stable/ddp_comm_hooks.html) can cast them first. Ours casts them to
+# bf16.
 
 
 # %%
@@ -201,11 +203,11 @@ def train_ddp(config, data, dtype, device, sums_in=torch.float32):
 # %% [markdown]
 # ## FSDP2
 #
-# [FSDP2](https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html) divides the model. Here,
-# it cuts each parameter into n *shards*. Each rank holds one shard of the weight, of its gradient and of
-# the optimizer state. Here, FSDP2 gathers the whole weights of the encoder layers for the forward pass,
-# and again for the backward pass. Then it averages the gradients, and each rank keeps its shard of the
-# average.
+# [FSDP2](https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html) divides the model. It cuts
+# each parameter of our model into n *shards*. Each rank holds one shard of the weight, of its gradient and
+# of the optimizer state. To compute an encoder layer, FSDP2 gathers the shards of its weights from all
+# ranks: once for the forward pass, and again for the backward pass. Then it averages the gradients, and
+# each rank keeps its shard of the average.
 #
 # You choose the precision with a
 # [`MixedPrecisionPolicy`](https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html):
@@ -217,8 +219,8 @@ def train_ddp(config, data, dtype, device, sums_in=torch.float32):
 #   output](https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html) to this dtype. Set it to
 #   fp32 in the policy of the outermost module, so that the loss is computed in fp32.
 #
-# Autocast chooses a dtype for each *op*. The policy chooses a dtype for each wrapped *module*, so in bf16 the
-# norms here run in bf16 too. <!-- tests/tracing/test_sharding.py -->
+# Autocast chooses a dtype for each *op*. The policy chooses a dtype for each wrapped *module*, so with a
+# bf16 policy our norms run in bf16 too. <!-- tests/tracing/test_sharding.py -->
 
 
 # %%
@@ -256,8 +258,8 @@ def train_fsdp(config, data, dtype, device, sums_in=torch.float32):
 #
 # Each set-up names the engine (DDP or FSDP2), the dtype of autocast or `param_dtype`, and the dtype in
 # which gradients are summed. Ranks exchange data through calls such as `all_reduce`, which are called
-# *collectives*. Here, `count_communication` records these calls, and adds up the bytes that a rank sends
-# if the ranks form a ring. <!-- tests/parallel/test_collectives.py -->
+# *collectives*. `count_communication` records these calls. It adds up the bytes that a rank sends if the
+# ranks form a ring, in which each rank sends to the next. <!-- tests/parallel/test_collectives.py -->
 
 
 # %%
@@ -288,9 +290,8 @@ def try_all(config, setups, device_type):
 
 
 # %% [markdown]
-# Before you run this: will the losses on several processes be nearer to those of one process in fp32 or
-# in bf16? In fp32 we allow a relative difference of 2^-14 in each loss, because another order of the sum changes the result
-# slightly in each step. In bf16 we allow 2^-6, four times its rounding error.
+# Before you run this: will the losses on several processes be nearer to those of one process in fp32 or in
+# bf16?
 
 # %% tags=["nbval-ignore-output"]
 TOLERANCES = {"fp32": 2.0**-14, "bf16": 2.0**-6}
@@ -307,9 +308,12 @@ for n in counts[1:]:
         assert difference < TOLERANCES[compute]
 
 # %% [markdown]
-# All set-ups have nearly the same losses as one process. In fp32 they are far closer than in bf16. **If
-# you keep the global batch (of all ranks), you can keep the learning rate.** A model with plain batch norm
-# has other training losses, because each rank normalises over only its part of the batch.
+# All set-ups have nearly the same losses as one process. In fp32 they are far closer than in bf16. (We
+# allowed a relative difference of 2^-14 in fp32, because another order of the sum changes each step
+# slightly. In bf16 we allowed 2^-6, four times its rounding error.)
+#
+# **If you keep the global batch (of all ranks), you can keep the learning rate.** But a model with plain
+# batch norm has other training losses, because each rank normalises over only its part of the batch.
 # <!-- tests/notebooks/test_11_scale_out.py -->
 #
 # ## What does each rank send and hold?
@@ -354,8 +358,8 @@ print(f"FSDP2: each of {most} ranks holds {fsdp_bytes:.0f} bytes for each parame
 assert fsdp_bytes == 16 / most
 
 # %% [markdown]
-# With DDP, every rank here holds the whole model in fp32: its weights, its gradients and AdamW's two averages.
-# With FSDP2, each of n ranks here holds an n-th of these bytes between two steps.
+# With DDP, every rank holds our whole model in fp32: its weights, its gradients and AdamW's two averages.
+# With FSDP2, each of n ranks holds an n-th of these bytes between two steps.
 #
 # ## One decision about the loss scale
 #
@@ -388,11 +392,12 @@ assert decided[0]["DDP", "gradient"][1] == []
 
 # %% [markdown]
 # Rank 0 fails to skip in one case only: DDP, with infinities that we put into a gradient after the average.
-# With DDP, the overflow from one rank's batch reaches all ranks through the average, so the scalers agree.
-# With FSDP2, each rank has a different shard of the gradients. So there, `unscale_` tells all ranks
-# whether any gradient has overflowed.
 #
-# So for an overflow from a batch, a plain `GradScaler` is enough with both engines.
+# - **DDP:** the overflow from one rank's batch reaches all ranks through the average, so the scalers agree.
+# - **FSDP2:** each rank has a different shard of the gradients, so `unscale_` tells all ranks whether any
+#   gradient has overflowed.
+#
+# If the overflow comes from a batch, a plain `GradScaler` is therefore enough with both engines.
 #
 # If you average gradients yourself, **average them before the scaler checks them**. Otherwise the rank
 # with the overflow skips, and the other ranks step with a non-finite average.
@@ -406,11 +411,10 @@ assert decided[0]["DDP", "gradient"][1] == []
 #
 # ## Save on four, resume on two (optional)
 #
-# You can load a sharded checkpoint in a different number of processes.
-# By default,
-# [`torch.distributed.checkpoint`](https://docs.pytorch.org/docs/stable/distributed.checkpoint.html)
-# writes a folder with a file from each rank. `get_state_dict` returns the tensors of this rank, and
-# `dcp.load` fills them in place. <!-- tests/notebooks/test_11_scale_out.py -->
+# You can load a sharded checkpoint in a different number of processes. By default,
+# [`torch.distributed.checkpoint`](https://docs.pytorch.org/docs/stable/distributed.checkpoint.html) writes
+# a folder with a file from each rank. Before loading, `get_state_dict` returns the tensors of this rank.
+# Then `dcp.load` fills them in place. <!-- tests/notebooks/test_11_scale_out.py -->
 
 
 # %%
