@@ -207,6 +207,17 @@ def test_a_message_is_known_without_its_end(text, code):
     assert explain(text)[0].code == code
 
 
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        ("the loss does not fall in fp16", "AMP0003"),
+        ("one loss of my GAN lowers the loss scale of the other", "AMP0129"),
+    ],
+)
+def test_one_loss_that_does_not_fall_is_not_one_of_two(text, code):
+    assert explain(text)[0].code == code
+
+
 def test_every_clue_leads_to_a_failure_of_the_reference():
     for message_of, causes in REFERENCE.clues.items():
         assert message_of in REFERENCE.failures

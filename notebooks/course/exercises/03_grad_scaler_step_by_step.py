@@ -104,8 +104,8 @@ def check_clipped_step(step: Callable[..., Any]) -> str:
     )
     need(
         moved < 1.5 * wanted,
-        f"The weights moved by {moved:.2g} where a norm of 1 allows {wanted:.2g}: nothing was "
-        "clipped, or only after the optimizer had taken its step.",
+        f"The weights moved by {moved:.2g} where a norm of 1 allows {wanted:.2g}: clip to a norm "
+        "of 1, and clip before the optimizer takes its step.",
     )
     for a, b in zip(found, right, strict=True):
         need(
