@@ -93,11 +93,12 @@ for dtype in (torch.float32, torch.float16):
 assert loss_in(torch.float16, model).isnan()
 
 # %% [markdown]
-# **Why.** fp16 has no finite number above 65504. Here, the output of a layer exceeds 65504 and becomes infinite. The
-# normalisation then subtracts infinity from infinity, which is NaN.
+# **Why.** In fp16, an output of 65520 or more becomes infinite. Infinity minus infinity, as in a normalisation, is
+# NaN.
 #
-# **The fix.** Use bf16, which has nearly the range of fp32. If the GPU has no bf16, run the layers that
-# overflow in fp32: switch autocast off around them, and cast their inputs with `.float()`.
+# **The fix.** If the loss is inf or NaN in fp16 only, use bf16, which has nearly the range of fp32, or run the layers
+# that overflow in fp32: switch autocast off around them, and cast their inputs with `.float()`. Otherwise find the op
+# that makes the NaN with `amp_lab.numerics.find_nonfinite`.
 #
 # The first matmul after these layers casts its input to fp16 again, so the values must be small again before it.
 # Here the normalisation makes them small. <!-- tests/notebooks/test_08a_values.py -->
@@ -150,7 +151,6 @@ assert finder.report.module == "0"
 #   "masked_fill with -1e9 fails in half precision",
 #   "an attention mask of -1e10 works in fp32 only",
 #   "masking the padding with -1e15 before the softmax gives NaN gradients in float16",
-#   "where() with a big negative number such as -2.38e38 crashes under autocast",
 #   "the mask constant of a policy, roformer or seq2seq is out of range with --fp16",
 # ]
 # words = "masked_fill fill_ full clamp pad index_fill attention mask scores -1e9 -1e10 1e20 finfo min transformers big_neg neginf"
@@ -175,11 +175,11 @@ assert added[0].isnan().all()
 
 # %% [markdown]
 # **Why.** The constant, often -1e9, lies outside the range of the tensor's dtype. In eager mode, `masked_fill`
-# checks the constant and refuses it. Addition, `torch.where` and `scores[0, 0] = -1e9` do not check it: in fp16
-# they give -inf. If all scores of a row are -inf, the softmax of the row is NaN.
-# <!-- tests/notebooks/test_08a_values.py -->
+# refuses it. In fp16, addition, `torch.where` and `scores[0, 0] = -1e9` give -inf instead, and the softmax of a row
+# of -inf is NaN. <!-- tests/notebooks/test_08a_values.py -->
 #
-# **The fix.** Fill with `torch.finfo(scores.dtype).min`, the lowest finite number of the dtype.
+# **The fix.** Use a constant that fits: for a mask `torch.finfo(scores.dtype).min`, the lowest finite number of the
+# dtype.
 
 # %%
 lowest = torch.finfo(scores.dtype).min
@@ -231,10 +231,10 @@ print(attend(v, hidden))
 assert attend(v, hidden)[0].isnan().all()
 
 # %% [markdown]
-# **Why.** All scores of the row are -inf. By its formula, their softmax is 0/0, which is NaN.
+# **Why.** All scores of the row are -inf, so their softmax is 0/0, which is NaN.
 #
-# **The fix.** Use `F.scaled_dot_product_attention`. Since torch 2.5, it returns 0 for such a row on a
-# CPU. In attention that you write yourself, unmask each fully masked row, and exclude these rows from the loss.
+# **The fix.** Unmask each fully masked row, and exclude these rows from the loss. In transformers, try
+# `attn_implementation="eager"`, which masks with a finite number. <!-- tests/notebooks/test_08a_values.py -->
 
 # %%
 ones = torch.ones(1, 2, 2)
@@ -243,8 +243,8 @@ nowhere = hidden.all(-1, keepdim=True)
 assert attend(v, hidden & ~nowhere).tolist() == [[1, 1], [1, 1]]
 
 # %% [markdown]
-# PyTorch changed `F.scaled_dot_product_attention` in [pull request
-# 133882](https://github.com/pytorch/pytorch/pull/133882). A module can still return NaN:
+# On a CPU, `F.scaled_dot_product_attention` returns 0 for such a row [since torch
+# 2.5](https://github.com/pytorch/pytorch/pull/133882). A module can still return NaN:
 # <!-- tests/notebooks/test_08a_values.py -->
 #
 # - if `nn.MultiheadAttention` returns its weights, which is the default: pass `need_weights=False`;
@@ -306,11 +306,13 @@ assert probabilities_in(torch.float16).isnan().all()
 assert probabilities_in(torch.float16).argmax() == 0  # so greedy decoding chooses token 0
 
 # %% [markdown]
-# **Why.** The logits are inf or NaN before the sampling, but `softmax` does not check them. One cause is a model
-# that was trained in bf16 and runs in fp16, where its hidden values overflow.
+# **Why.** The logits are inf or NaN, for example because the model was trained in bf16 and its hidden values overflow
+# in fp16. Finite 16-bit probabilities can also fail the check of `Simplex()`, because their sum is rounded.
+# <!-- tests/notebooks/test_08a_values.py -->
 #
-# **The fix.** Load the model in the dtype in which it was trained, such as `dtype=torch.bfloat16`. On a GPU
-# without bf16, use fp32, or keep the layers that overflow in fp32.
+# **The fix.** Load the model in the dtype in which it was trained, such as `dtype=torch.bfloat16`; on a GPU without
+# bf16, use fp32, or keep the layers that overflow in fp32. If the logits are still not finite, look for NaN in the
+# weights. If they are finite, pass `logits.float()` or `probs.float()` to the distribution.
 
 # %%
 assert torch.multinomial(probabilities_in(torch.bfloat16), 1).item() in (0, 1)
@@ -329,7 +331,6 @@ assert torch.multinomial(probabilities_in(torch.bfloat16), 1).item() in (0, 1)
 # symptoms = [
 #   "eps is too small for half precision", "division by zero in fp16 although an epsilon is added",
 #   "F.normalize gives NaN in float16",
-#   "Adam makes the weights NaN after the first step, in a model in float16",
 #   "contrastive (NT-Xent) or cosine similarity loss is nan in half, in float32 not",
 #   "eps = 1e-15 in a graph layer gives inf or nan in half-precision models",
 #   "nan only for empty, constant or all-zero rows, features or embeddings",
@@ -355,15 +356,14 @@ assert rescale(h.half())[1].isnan().all()
 assert torch.tensor(1e-8).half() == 0
 
 # %% [markdown]
-# **Why.** The smallest positive number of fp16 is 6e-8, so an epsilon of 1e-8 or 1e-12 rounds to zero. The epsilon
-# then no longer prevents a division by zero.
+# **Why.** The smallest positive number of fp16 is 6e-8, so an epsilon of 1e-8 or 1e-12 rounds to zero and no longer
+# prevents a division by zero.
 #
 # `F.normalize` has an epsilon of 1e-12 by default. In eager mode on a CPU, it also returns NaN for a row of
 # zeros in fp16.
 #
-# **The fix.** Compute the division in fp32, on `h.float()`. If you train, also use a larger epsilon, such as 1e-3.
-# For a row of zeros, the gradient is divided by the epsilon, so a tiny epsilon makes the gradient
-# huge. <!-- tests/remedies/test_nonfinite_remedies.py -->
+# **The fix.** Compute the division in fp32, on `h.float()`. If you train, also use a larger epsilon, such as 1e-3,
+# because a tiny epsilon makes the gradient of a row of zeros huge. <!-- tests/remedies/test_nonfinite_remedies.py -->
 
 # %%
 assert F.normalize(h.half())[1].isnan().all()
@@ -401,11 +401,12 @@ for dtype in (torch.float32, torch.float16, torch.bfloat16):
     assert cross_entropy(p, target).isnan() == (dtype is not torch.float32)
 
 # %% [markdown]
-# **Why.** Just below 1, fp16 numbers are 2^-11 apart and bf16 numbers 2^-8. So `1 - 1e-6` rounds to 1, and
-# the upper limit of the clamp does nothing here. `log(1 - 1)` is -inf, and 0 times -inf is NaN.
+# **Why.** In 16 bits `1 - 1e-6` rounds to 1, and in fp16 `1e-8` rounds to 0, so the clamp or the added epsilon does
+# nothing here. The logarithm of 0 is -inf, and 0 times -inf is NaN.
 #
 # **The fix.** Compute the loss from logits: `F.binary_cross_entropy_with_logits`, `F.cross_entropy` or
-# `F.logsigmoid`. If the formula needs probabilities, compute them in fp32: `logits.float().sigmoid()`.
+# `F.logsigmoid`. If the formula needs probabilities, compute them in fp32, `logits.float().sigmoid()`, with an
+# epsilon of 1e-7 or more.
 
 # %%
 for dtype in (torch.float16, torch.bfloat16):
@@ -458,13 +459,14 @@ assert rms_norm(h).count_nonzero() == 0
 assert weight.grad.count_nonzero() == 0
 
 # %% [markdown]
-# **Why.** The square of 256 is 65536, which is infinite in fp16. A finite number divided by infinity is 0.
-# Autocast leaves the multiplication `h * h` in fp16, so here the square overflows long before `h` does.
+# **Why.** In fp16 the square of 256 is infinite, and a sum of many values can be too. Dividing by infinity gives 0 or
+# NaN.
 #
-# Outside autocast, the sum of an fp16 mask in a Dice or IoU loss can overflow too: 512 x 512 ones add up to 262,144.
+# Autocast leaves the multiplication `h * h` in fp16. Outside autocast, the sum of an fp16 mask in a Dice or IoU loss
+# can overflow too: 512 x 512 ones add up to 262,144.
 #
-# **The fix.** Use PyTorch's function, such as `F.rms_norm`. Or call `.float()` on the input of the formula,
-# such as the logits of a loss.
+# **The fix.** Use PyTorch's function, such as `F.rms_norm`, or call `.float()` on the input of the formula, such as
+# the logits of a loss.
 
 # %%
 exact = rms_norm(150 * x)
@@ -491,7 +493,6 @@ assert (2 * pixels / (pixels + pixels)).isnan()  # a Dice score
 #   "validation result becomes nan in epoch 34 while the train loss looks healthy",
 #   "the running mean of a batchnorm layer is nan, seen in eval only",
 #   "one overflow in training with AMP leaves inf in running_mean, and evaluation is NaN from then on",
-#   "val_loss nan and score 0 with nnU-Net, the training loss falls",
 # ]
 # words = "batchnorm batch norm running_mean running_var buffers eval validation inference batchnorm1d"
 # -->
@@ -520,12 +521,11 @@ assert all(parameter.isfinite().all() for parameter in model.parameters())
 assert not all(buffer.isfinite().all() for buffer in model.buffers())
 
 # %% [markdown]
-# **Why.** The scaler skips the optimizer step. This protects the parameters and the optimizer's state, but not the
-# buffers. Here the forward pass has already made the running mean and variance of batch normalisation NaN.
-# Training mode normalises without these buffers, but evaluation uses them.
+# **Why.** A batch that overflowed has made the running mean or variance of batch normalisation inf or NaN. A skipped
+# optimizer step does not protect these buffers. Training mode normalises without them, but evaluation uses them.
 #
-# **The fix.** Measure the running statistics again on good batches, with
-# `torch.optim.swa_utils.update_bn(loader, model)`. Then repair the overflow.
+# **The fix.** Measure the running statistics again on good batches, with `torch.optim.swa_utils.update_bn(loader,
+# model, device)`. Then repair the overflow.
 
 # %%
 torch.optim.swa_utils.update_bn([batches[0], batches[2], batches[3]], model)
@@ -572,19 +572,18 @@ def masked_step(scaler):
 print(message_of(lambda: masked_step(torch.amp.GradScaler("cpu", init_scale=2.0**17))))
 
 # %% [markdown]
-# **Why.** By default, `GradScaler` raises the scale until gradients overflow, then skips the step and halves the
-# scale. The overflow can produce NaN, since infinity times 0 is NaN. Anomaly detection does not know that the
-# scaler will skip the step, and raises an error.
+# **Why.** By default, `GradScaler` raises the scale until gradients overflow, and infinity times 0 is NaN. Anomaly
+# detection does not know that the scaler will skip this step.
 #
-# **The fix.** Search for the NaN with a scale of 1: `GradScaler(init_scale=1.0)`. If the error remains, or if
-# you use no scaler, the scale is not the cause, and the message names the op.
+# **The fix.** Search for the NaN with a scale that stays 1: `GradScaler(init_scale=1.0, growth_interval=10**9)`. If
+# the error remains, or if you use no scaler, the scale is not the cause, and the message names the op.
 
 # %%
 assert masked_step(torch.amp.GradScaler("cpu", init_scale=1.0)).tolist() == [0.0, 1.0]
 
 # %% [markdown]
-# **Not this.** Do not leave the scaler out of a run in fp16 because of this message: small gradients then
-# become zero ([notebook 03](03_grad_scaler_step_by_step.ipynb)). Switch anomaly detection off instead.
+# **Not this.** Do not leave the scaler out of a run in fp16 because of this message: small gradients then become zero
+# ([notebook 03](03_grad_scaler_step_by_step.ipynb)). Switch anomaly detection off instead.
 
 # %% [markdown]
 # ## Further reading

@@ -369,6 +369,7 @@ assert abs(after_updates(model) - 0.9) < 1e-4
 # symptoms = [
 #   "weights are NaN or inf after the first optimizer step in fp16, though the gradients are finite",
 #   "AdamW in half precision gives NaN, SGD does not",
+#   "Adam makes the weights NaN after the first step, in a model in float16",
 #   "model.half() and Adam: the loss is NaN from the second iteration on",
 #   "after the first optimizer.step() all parameters are NaN, a lower lr makes no difference",
 #   "soft prompt, reward model or small extractor trained in float16 in front of a frozen half model",

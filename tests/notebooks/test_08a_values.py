@@ -401,3 +401,25 @@ def test_a_pipeline_in_fp16_refuses_a_vae_in_fp32_that_decodes_its_latents():
     assert image.dtype is torch.float32
     with pytest.raises(RuntimeError, match="should be the same"):
         pipe(num_inference_steps=2, **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_finite_probabilities_in_16_bits_can_fail_the_check_of_a_distribution(dtype):
+    torch.manual_seed(0)
+    logits = torch.randn(5000, 4)
+    probabilities = logits.softmax(-1).to(dtype)
+    with pytest.raises(ValueError, match=re.escape("to satisfy the constraint Simplex()")):
+        torch.distributions.Categorical(probs=probabilities)
+    torch.distributions.Categorical(probs=probabilities.float())
+    torch.distributions.Categorical(logits=logits.to(dtype).float())
+
+
+def test_eager_attention_of_transformers_masks_with_a_finite_number():
+    masking = pytest.importorskip("transformers.masking_utils")
+    padding = torch.tensor([[False, True]])  # the first token is padding
+    mask = masking.eager_mask(
+        batch_size=1, q_length=2, kv_length=2, attention_mask=padding, dtype=torch.float16
+    )
+    assert mask.isfinite().all()
+    assert mask[0, 0, 0].max() == torch.finfo(torch.float16).min  # masked everywhere
+    assert mask[0, 0, 0].softmax(-1).isfinite().all()
