@@ -9,8 +9,8 @@
 # %% [markdown]
 # # Review ten common practices
 #
-# **What you'll do.** Review ten common pieces of advice for mixed precision. For three of them we run an
-# experiment here.
+# **What you'll do.** Review ten common pieces of advice for mixed precision. We test three of them with an
+# experiment.
 #
 # **What you'll learn.**
 # - which of the ten practices are right, which matter little, and which apply only to fp16;
@@ -75,12 +75,12 @@ for dtype in (fp16, bf16):
 # | practice | verdict | why |
 # |---|---|---|
 # | 1. Know the hardware | right | the speed of bf16 and fp16 depends on the machine ([10](10_speed_ladder.ipynb)) |
-# | 2. Start with the scaler's defaults | right | each skipped step halves a scale that is too high, so the scale fits after a few steps ([03](03_grad_scaler_step_by_step.ipynb)) |
+# | 2. Start with the scaler's defaults | right | if the scale is too high, the scaler skips a few steps and halves it each time ([03](03_grad_scaler_step_by_step.ipynb)) |
 # | 3. Watch the accuracy | right, with several seeds | two fp32 runs from different seeds differ too, so one run in each precision shows little ([04](04_fp32_vs_amp.ipynb)) |
 # | 4. Only the forward pass in autocast | right | see [below](#Only-the-forward-pass-in-autocast) |
-# | 5. No casts by hand | right | autocast casts for you ([02](02_autocast_dtypes.ipynb); [an exception](09_xray_your_model.ipynb#The-surprise-in-cross-entropy)), and it cannot undo the rounding of a `.half()` |
+# | 5. No casts by hand | right | autocast casts for you ([02](02_autocast_dtypes.ipynb)), and cannot undo the rounding of a `.half()`; [one cast you do need](09_xray_your_model.ipynb#The-surprise-in-cross-entropy) |
 # | 6. Always use the scaler | only for fp16 | bf16 has about the range of fp32, so small gradients rarely underflow ([01](01_number_formats.ipynb)) |
-# | 7. Tune the initial scale and the growth interval | rarely needed | the scaler soon halves a scale that is too high ([03](03_grad_scaler_step_by_step.ipynb)) |
+# | 7. Tune the initial scale and the growth interval | rarely needed | the scaler soon finds a good scale, see 2 ([03](03_grad_scaler_step_by_step.ipynb)) |
 # | 8. Stay current with PyTorch | right | `torch.cuda.amp.autocast()` raises a warning ([13](13_from_apex.ipynb)) |
 # | 9. Try larger batches | right for memory | AMP makes many activations smaller ([09](09_xray_your_model.ipynb)); measure whether it is faster ([10](10_speed_ladder.ipynb)) |
 # | 10. Profile before and after | right | see [below](#Profile-before-and-after) |
@@ -123,8 +123,8 @@ class OpLog(TorchDispatchMode):
 
 # %% [markdown]
 # Our model has two linear layers. The second is an *fp32 island*: it runs in an `autocast(enabled=False)`
-# region, because it needs the precision of fp32. If autocast is on during the backward pass, do you expect
-# the island's ops to stay in fp32?
+# region, because it needs the precision of fp32. If autocast is on during the backward pass, will the island's
+# ops stay in fp32?
 
 
 # %%
@@ -156,10 +156,12 @@ assert 2**-12 < error < 2**-7  # roundings of bf16
 assert exact.dtype is blurred.dtype is fp32
 
 # %% [markdown]
-# If `backward` runs after the block, the island's two matmuls run in fp32, as they should. The third
-# matmul belongs to the other layer. Inside the block, autocast casts the island's matmuls to bf16 as
-# well. Then the island's gradient is off by 2e-03 (0.2 %), and there are 9 casts instead of 3. The
-# gradients are fp32 tensors in both cases.
+# - **After the block**, the island's two matmuls run in fp32, as they should. The third matmul belongs to the
+#   other layer.
+# - **Inside the block**, the island's matmuls run in bf16 too. The island's gradient is off by 2e-03 (0.2 %), and
+#   there are 9 casts instead of 3.
+#
+# The gradients are fp32 tensors in both cases, so their dtype does not show the mistake.
 #
 # **Verdict: right.**
 #
@@ -167,7 +169,7 @@ assert exact.dtype is blurred.dtype is fp32
 #
 # We profile the forward and backward pass of three convolutions in fp32 and in low precision. The profiler
 # writes a trace, which is a JSON file. With `record_shapes=True`, the trace contains the dtype of each input tensor
-# of an op, but no dtype for a list of tensors. <!-- tests/notebooks/test_14_ten_practices.py -->
+# of an op (but not of tensors in a list, as in `cat`). <!-- tests/notebooks/test_14_ten_practices.py -->
 
 # %%
 os.environ["KINETO_LOG_LEVEL"] = "99"  # hide the profiler's log messages
@@ -187,9 +189,8 @@ def profile_once(step):
 
 
 # %% [markdown]
-# We count how often each op runs with a first input in fp32, fp16, bf16 or anything else. We count a copy
-# between two of these three dtypes as a cast.
-# <!-- tests/notebooks/test_14_ten_practices.py -->
+# We count how often each op runs with a first input of each dtype. A copy between fp32, fp16 and bf16 counts as
+# a cast. <!-- tests/notebooks/test_14_ten_practices.py -->
 
 # %%
 SHORT = {"float": "fp32", "c10::Half": "fp16", "c10::BFloat16": "bf16"}
@@ -208,7 +209,7 @@ def count_ops(events):
 
 
 # %% [markdown]
-# Now we profile the step in both precisions. Do you expect the backward pass to run in low precision too?
+# Now we profile the step in both precisions. Will the backward pass run in low precision too?
 
 
 # %% tags=["nbval-ignore-output"]
@@ -236,8 +237,8 @@ for precision, (_, events) in profiles.items():
     assert used == {"convolution": precision, "convolution_backward": precision}
 
 # %% [markdown]
-# In the first profile all convolutions ran in fp32. In the second all ran in low precision, including
-# the backward pass. Next we list the most expensive ops and count the casts:
+# In the first profile, all convolutions ran in fp32. In the second, all ran in low precision, also in the
+# backward pass. Next we list the most expensive ops and count the casts:
 
 # %% tags=["nbval-ignore-output"]
 self_time = "self_device_time_total" if device.type == "cuda" else "self_cpu_time_total"
