@@ -105,8 +105,8 @@ def refusals(calls, *inputs):
 # words = "linear matmul bmm baddbmm einsum tensordot conv2d lerp huber_loss mse_loss bce criterion head"
 # -->
 #
-# **What you see.** An op after the autocast block raises one of these errors. If a layer raises the first one,
-# the dtype of the input stands first and that of the weights second: <!-- tests/notebooks/test_08e_dtypes.py -->
+# **What you see.** An op after the autocast block raises one of these errors. In the first one, a layer names the
+# dtype of its input, and then that of its weights: <!-- tests/notebooks/test_08e_dtypes.py -->
 # - `mat1 and mat2 must have the same dtype, but got Half and Float`
 # - `expected scalar type Half but found Float`
 # - `Found dtype Float but expected Half`, raised by the backward pass of a loss
@@ -146,13 +146,11 @@ for dtype in HALF:
 #   model](#fp16-and-bf16-are-mixed-in-one-model).
 # - The message names `Double`, `Long` or `Byte`: [one tensor is float64 or an
 #   integer](#The-input-is-float64-or-an-integer).
-# - The message starts with `self and mat2`, in a layer: its weight and its bias have different dtypes.
-#   <!-- tests/notebooks/test_08e_dtypes.py -->
+# - The message starts with `self and mat2`: the weight and the bias of a layer have different dtypes. In the
+#   autocast block, `addmm_` can raise this message too: use `addmm`, which returns a new tensor.
+#   <!-- tests/notebooks/test_08e_dtypes.py --> <!-- tests/remedies/test_dtype_remedies.py -->
 # - The traceback contains `user_fn`: [a custom autograd function fails in
 #   backward](#A-custom-autograd-function-fails-in-backward).
-#
-# Inside the block, `addmm_` can raise the message with `self and mat2` too: use `addmm`, which returns a new tensor.
-# <!-- tests/remedies/test_dtype_remedies.py -->
 #
 # **The fix.** Convert the tensors that leave the block to fp32 with `.float()`. If a linear layer or a
 # convolution fails, you can also move it into the autocast block.
@@ -231,10 +229,10 @@ for dtype in HALF:
 #
 # If the input is in half precision too, look for an fp32 tensor inside the model, such as a table of positions.
 # If `+`, `torch.cat`, `torch.stack` or `torch.where` combines an fp32 tensor with a half-precision tensor, the
-# result is fp32, unless only the fp32 tensor has no dimensions (a single number).
+# result is fp32. (Next to a tensor with dimensions, a single number without dimensions does not count.)
 #
-# On a CPU in eager mode, `BatchNorm`, `LayerNorm` and `GroupNorm` with half-precision weights can raise the error for an fp32
-# input even inside an autocast block. <!-- tests/notebooks/test_08e_dtypes.py -->
+# On a CPU in eager mode, `BatchNorm`, `LayerNorm` and `GroupNorm` in half precision can refuse an fp32 input
+# even inside an autocast block. <!-- tests/notebooks/test_08e_dtypes.py -->
 #
 # **The fix.** For inference, cast the input to the dtype of the weights:
 # `x.to(next(model.parameters()).dtype)`. For training, keep the weights in fp32 and use autocast. If `forward`
@@ -324,10 +322,8 @@ assert len(refusals([lambda write=write: filled(write) for write in WRITES])) ==
 # tensor.
 #
 # `masked_scatter`, `scatter` and `index_add` return a new tensor. They raise the error too, because
-# autocast has no rule for these three ops. <!-- tests/notebooks/test_08e_dtypes.py -->
-#
-# `index_add_` raises the error too if it writes an fp32 tensor into a half-precision buffer.
-# <!-- tests/notebooks/test_08e_dtypes.py -->
+# autocast has no rule for these three ops. The error also comes if `index_add_` writes an fp32 tensor into a
+# half-precision buffer. <!-- tests/notebooks/test_08e_dtypes.py -->
 #
 # **The fix.** Cast the values `f` that you write into the buffer: `buffer[i] = f.to(buffer.dtype)`. Or create
 # the buffer in the dtype of the values, with `f.new_zeros(shape)`.
@@ -365,7 +361,8 @@ assert x.half().new_zeros(4, 2).dtype is torch.float16
 #
 # **What you see.** `backward()` raises `expected scalar type Half but found Float`, or another message of
 # [the first section](#A-half-precision-output-leaves-the-block). The traceback contains the line
-# [`return user_fn(self, *args)`](https://github.com/pytorch/pytorch/blob/main/torch/autograd/function.py) and, below it, a `backward` method that you or a library wrote.
+# [`return user_fn(self, *args)`](https://github.com/pytorch/pytorch/blob/main/torch/autograd/function.py). Below
+# this line stands a `backward` method that you or a library wrote.
 #
 # **A small program that shows it.** We write a batched matmul as an `autograd.Function`.
 
@@ -396,8 +393,8 @@ print(message)
 assert "expected scalar type Half but found Float" in message
 
 # %% [markdown]
-# **Why.** The `forward` of the custom function runs inside the autocast block, but here its `backward` runs outside.
-# There, an op gets an fp16 gradient and an fp32 tensor that `forward` saved.
+# **Why.** The custom `forward` runs inside the autocast block, but `backward` runs outside, where autocast does not
+# cast. So an op in `backward` gets an fp16 gradient and an fp32 tensor that `forward` saved.
 #
 # **The fix.** Decorate `forward` with `torch.amp.custom_fwd` and `backward` with `torch.amp.custom_bwd`. Then
 # `backward` runs under autocast if `forward` did. For a kernel that supports only fp32, pass
@@ -418,14 +415,14 @@ for options in ({}, {"cast_inputs": torch.float32}):
     assert torch.equal(backward_through(decorated(**options)), torch.full((1, 2, 2), 2.0))
 
 # %% [markdown]
-# Activation checkpointing that you write yourself can give worse gradients without an error message. If your
-# code stores only whether autocast was on, a backward pass after the block recomputes the layers in autocast's
-# default dtype (fp16 on CUDA, bf16 on a CPU). Store `torch.get_autocast_dtype(device_type)` too, or use
-# `torch.utils.checkpoint.checkpoint(…, use_reentrant=False)`. <!-- tests/remedies/test_migrate_remedies.py -->
-#
-# Autocast does not cast the inputs of a kernel without a rule for autocast, such as an op that you define with
-# `torch.library`. Cast the inputs yourself, or register a dtype for your op with
-# `torch.library.register_autocast`. <!-- tests/notebooks/test_08e_dtypes.py -->
+# There are two related cases:
+# - **You write activation checkpointing yourself**, and store only whether autocast was on. Then a backward pass
+#   after the block recomputes the layers in autocast's default dtype (fp16 on CUDA, bf16 on a CPU), and the
+#   gradients can be worse. Store `torch.get_autocast_dtype(device_type)` too, or use
+#   `torch.utils.checkpoint.checkpoint(…, use_reentrant=False)`. <!-- tests/remedies/test_migrate_remedies.py -->
+# - **You define an op with `torch.library`.** Autocast has no rule for it, so it does not cast its inputs. Cast
+#   them yourself, or register a dtype with `torch.library.register_autocast`.
+#   <!-- tests/notebooks/test_08e_dtypes.py -->
 
 
 # %% [markdown]
@@ -466,9 +463,10 @@ for options in ({}, {"cast_inputs": torch.float32}):
 # - `mat1 and mat2 must have the same dtype, but got BFloat16 and Half`
 # - `Unexpected floating ScalarType in at::autocast::prioritize`
 #
-# **A small program that shows it.** First, we pass a bf16 input to fp16 layers, and
-# an fp16 input to bf16 layers. Second, we nest a bf16 autocast block in an fp16 block and call one fp32 model
-# in each block. Third, we concatenate bf16 tensors in an fp16 block.
+# **A small program that shows it.** We mix fp16 and bf16 in three ways:
+# 1. We pass a bf16 input to fp16 layers, and an fp16 input to bf16 layers.
+# 2. We nest a bf16 autocast block in an fp16 block, and call one fp32 model in each block.
+# 3. We concatenate bf16 tensors in an fp16 block.
 
 
 # %%
@@ -492,15 +490,15 @@ assert "mat1 and mat2 must have the same dtype, but got BFloat16 and Half" in me
 assert "Unexpected floating ScalarType in at::autocast::prioritize" in messages[1]
 
 # %% [markdown]
-# **Why.** An op gets an fp16 tensor and a bf16 tensor, or its inputs have the other 16-bit dtype than the
-# autocast block. If the weights are in fp32, look for a bf16 autocast block inside an fp16 block, or the reverse:
-# nested blocks share a cache of cast weights.
+# **Why.** An op gets an fp16 tensor and a bf16 tensor, or it gets bf16 tensors in an fp16 autocast block (or the
+# reverse). If the weights are in fp32, look for nested blocks, one in fp16 and one in bf16: they share a cache of
+# cast weights.
 #
-# In our program, the inner block casts the input to bf16 but takes an fp16 weight from the cache.
+# In our second program, the inner block casts the input to bf16 but takes an fp16 weight from the cache.
 #
 # The message with `prioritize` comes from an op that autocast runs in the widest dtype of its inputs
-# ([notebook 02](02_autocast_dtypes.ipynb)), such as `cat` on a CPU or `addcmul` on CUDA. Under autocast, such
-# an op refuses the other 16-bit dtype, unless an fp32 tensor precedes it. <!-- tests/notebooks/test_08e_dtypes.py -->
+# ([notebook 02](02_autocast_dtypes.ipynb)), such as `cat` on a CPU or `addcmul` on CUDA. In an fp16 block, such
+# an op refuses a bf16 tensor, unless an fp32 tensor precedes it. <!-- tests/notebooks/test_08e_dtypes.py -->
 #
 # **The fix.** Use either fp16 or bf16 everywhere: for half-precision weights, for the inputs and for the
 # autocast block. If you nest an fp16 and a bf16 block on purpose, open the inner block with
