@@ -83,10 +83,10 @@ if torch.cuda.is_available():  # the real thing
 # is in fp16, its gradient is in fp16 too, where -1/p can overflow. For this reason, autocast on CUDA and XPU
 # [refuses the loss](https://docs.pytorch.org/docs/stable/amp.html), even for fp32 inputs.
 #
-# **The fix.** Remove the sigmoid, and pass the logits to `nn.BCEWithLogitsLoss`. For this loss, autocast on CUDA
-# casts 16-bit logits to fp32. Where you need probabilities, compute them with `logits.float().sigmoid()`. If you must keep
-# `nn.BCELoss`, pass it these fp32 probabilities inside
-# `with torch.autocast(device_type, enabled=False):`. <!-- tests/notebooks/test_08f_ops_and_devices.py -->
+# **The fix.** Remove the sigmoid, and pass the logits to `nn.BCEWithLogitsLoss`. Where you need probabilities,
+# compute them with `logits.float().sigmoid()`. If you must keep `nn.BCELoss`, pass it these fp32 probabilities
+# inside `with torch.autocast(device_type, enabled=False):`. <!-- tests/notebooks/test_08f_ops_and_devices.py
+# -->
 #
 # **Not this.** Do not pass probabilities to `nn.BCEWithLogitsLoss`, which applies a second sigmoid. The
 # message disappears, but even a perfect prediction has a loss of at least 0.31. `.float()` after the
@@ -163,12 +163,13 @@ with cuda_rules():
 # The list depends on the type of device: the CPU's list contains `quantile` and `linalg.inv`, but CUDA's does not.
 # Neither contains `linalg.det`. <!-- tests/notebooks/test_08f_ops_and_devices.py -->
 #
-# **The fix.** Call `.float()` on the input of this op. If the next layer needs a 16-bit input, cast the result back.
+# **The fix.** Call `.float()` on the input of this op. If the next layer needs a 16-bit input, cast the result
+# back. If the op is still refused under autocast, also run it inside `with torch.autocast(device_type,
+# enabled=False):`. If the op initializes the weights, create the model in fp32 and then cast it.
 #
-# If this does not help, the op probably contains a matmul, as `torch.sparse.mm` and
+# An op that is still refused probably contains a matmul, as `torch.sparse.mm` and
 # [`torch.pca_lowrank`](https://github.com/pytorch/pytorch/issues/99710) do: autocast casts the input of the
-# matmul to 16 bits again. Run the op inside `with torch.autocast(device_type, enabled=False):`, and keep the
-# `.float()`.
+# matmul to 16 bits again.
 #
 # **Not this.** Before a Cholesky decomposition, do not compute the covariance matrix in 16 bits and cast it
 # afterwards: the rounded matrix may no longer be positive definite. Switch autocast off and call `.float()` before
@@ -224,12 +225,11 @@ print(message_of(lambda: np.from_dlpack(prediction)))
 # %% [markdown]
 # **Why.** NumPy itself has neither bf16 nor FP8. <!-- tests/notebooks/test_08f_ops_and_devices.py -->
 #
-# **The fix.** Convert to fp32 first: `prediction.detach().float().cpu().numpy()`. `tolist()` needs no
-# conversion.
+# **The fix.** Convert to fp32 first: `prediction.detach().float().cpu().numpy()`. If NumPy's bf16 array comes
+# from another library, such as JAX, write `torch.from_numpy(array.astype("float32")).bfloat16()`.
 #
-# To keep every bit, view the tensor as 16-bit integers: `prediction.cpu().view(torch.int16).numpy()`. To convert an
-# array of `ml_dtypes.bfloat16` to a tensor, for example an array from JAX, write
-# `torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)`.
+# To keep every bit, view the tensor as 16-bit integers: `prediction.cpu().view(torch.int16).numpy()`.
+# `tolist()` needs no conversion.
 #
 # **Not this.** Do not convert with `.half().numpy()`: numbers of 65520 or more become infinite.
 
@@ -290,18 +290,19 @@ print(message_of(lambda: torch.autocast(torch.device("cpu"))))
 print(warnings_of(lambda: torch.autocast("mps", dtype=torch.float32)))
 
 # %% [markdown]
-# **Why.** `torch.autocast` takes the type of a device as a string, such as `"cuda"`, `"cpu"`, `"mps"` or `"xpu"`.
-# For some types, such as `"meta"`, there is no autocast. On a CPU, MPS or XPU, the dtype has
-# to be fp16 or bf16. If you ask for fp32, autocast warns and switches itself off. CUDA also accepts fp32.
-# <!-- tests/notebooks/test_08f_ops_and_devices.py -->
+# **Why.** `torch.autocast` takes the type of a device as a string, such as `"cuda"` (also on AMD), `"cpu"`,
+# `"mps"` or `"xpu"`. For some types, such as `"meta"`, there is no autocast. On a CPU, MPS or XPU, the dtype
+# has to be fp16 or bf16, and in older versions of torch sometimes one of them. Otherwise autocast warns and
+# switches itself off. CUDA also accepts fp32. <!-- tests/notebooks/test_08f_ops_and_devices.py -->
 #
 # On AMD's GPUs the type is [`"cuda"`](https://docs.pytorch.org/docs/stable/notes/hip.html), not `"hip"`. MPS
 # has autocast for fp16 from torch 2.5 on, and for bf16 from 2.6 on
 # ([Accelerate](https://github.com/huggingface/accelerate/blob/main/src/accelerate/accelerator.py)).
 #
-# **The fix.** Pass `tensor.device.type`, not `tensor.device`. To run a block in fp32, write
-# `enabled=False`, not `dtype=torch.float32`, and call `.float()` on the inputs of the block. If you do not know
-# whether the device has autocast, check `torch.amp.is_autocast_available(device_type)` first.
+# **The fix.** Pass `tensor.device.type`, not `tensor.device`. If a 16-bit dtype is refused, update torch. To
+# run a block in fp32, write `enabled=False`, not `dtype=torch.float32`, and call `.float()` on the inputs of
+# the block. If you do not know whether the device has autocast, check
+# `torch.amp.is_autocast_available(device_type)` first.
 
 
 # %%
@@ -495,12 +496,13 @@ if torch.backends.mps.is_available():
     assert "the MPS framework doesn't support float64" in message_of(lambda: weights.to("mps"))
 
 # %% [markdown]
-# **Why.** Apple's GPUs and Intel's Arc A do not support float64. NumPy's floating-point arrays are float64
-# by default. In older versions, `GradScaler.unscale_` also created a float64 tensor on MPS ([issue
+# **Why.** Apple's GPUs and Intel's Arc A do not support float64. NumPy's floating-point arrays are float64 by
+# default. In older versions of torch, `GradScaler.unscale_` also created a float64 tensor ([issue
 # 142397](https://github.com/pytorch/pytorch/issues/142397)).
 #
 # **The fix.** Convert the tensor to fp32 before you move it: `torch.from_numpy(array).float().to("mps")`. In
-# the model, replace `.double()` by `.float()`, and `torch.float64` by `torch.float32`.
+# the model, replace `.double()` by `.float()`, and `torch.float64` by `torch.float32`. If `GradScaler` fails,
+# update torch.
 
 # %%
 assert weights.dtype is torch.float64
@@ -550,7 +552,7 @@ assert q.dtype is torch.float32
 # cause is an fp32 model that runs without autocast. Another cause is a norm or a rotary embedding that returns q
 # and k in fp32, even under autocast.
 #
-# **The fix.** Cast q, k and v to one 16-bit dtype right before the call. Or call
+# **The fix.** Cast q, k and v to one 16-bit dtype (fp16 before Ampere) right before the call. Or call
 # `F.scaled_dot_product_attention` under autocast, which casts q, k and v. For inference with transformers, load the
 # model in 16 bits: `from_pretrained(..., dtype=torch.bfloat16)` ([an
 # example](https://github.com/QwenLM/Qwen3/issues/406)).
@@ -614,9 +616,9 @@ print(message_of(lambda: xray(FlashOnly(), tokens, dtype=torch.float32)).split("
 # PyTorch's own flash attention and cuDNN kernels need an Ampere GPU or newer, and support only fp16 and bf16. If
 # training works, the cause is often a call outside autocast, with fp32 inputs, for example in the evaluation.
 #
-# **The fix.** Run the call under autocast, or cast q, k and v to fp16 or bf16. If you need fp32, also allow
-# `SDPBackend.EFFICIENT_ATTENTION`. If no other kernel supports your call, allow `SDPBackend.MATH`. It has none of
-# these limits. <!-- tests/tracing/test_kernel_limits.py -->
+# **The fix.** Run the call under autocast, or cast q, k and v to fp16 or, on Ampere or newer, bf16. If you need
+# fp32 or have an older GPU, also allow `SDPBackend.EFFICIENT_ATTENTION`. If no other kernel supports your call,
+# allow `SDPBackend.MATH`. <!-- tests/tracing/test_kernel_limits.py -->
 #
 # With `dtype=torch.bfloat16`, X-ray checks the model under autocast. Then no error is raised:
 
