@@ -84,16 +84,16 @@ assert ("CUDA is not available" in warned) is not torch.cuda.is_available()
 assert "In CPU autocast, but the target dtype is not supported." in wrong_dtype
 
 # %% [markdown]
-# **Why.** You ask for CUDA and PyTorch sees no GPU, or you ask another device for a dtype that is neither fp16 nor
-# bf16. Autocast then switches itself off with a warning, and training goes on in fp32. Without a GPU, a scaler for
-# CUDA does the same.
+# **Why.** You ask for CUDA and PyTorch sees no GPU, or autocast on another device does not support your
+# dtype. Autocast then switches itself off with a warning, and training goes on in fp32. Without a GPU, a
+# scaler for CUDA does the same.
 #
 # For `"xpu"` and `"mps"` there is no warning if the device is missing. Autocast and the scaler stay
 # enabled, but autocast leaves tensors on the CPU in fp32. <!-- tests/notebooks/test_08g_speed_and_memory.py -->
 #
-# **The fix.** If `torch.cuda.is_available()` is False on a machine with an NVIDIA or AMD GPU, install a build of
-# PyTorch that fits the GPU and its driver. Pass the device of the tensors,
-# `torch.autocast(x.device.type, dtype=torch.bfloat16)`, and only fp16 or bf16 as the dtype.
+# **The fix.** Pass the device of the tensors, and fp16 or bf16: `torch.autocast(x.device.type,
+# dtype=torch.bfloat16)`. If `torch.cuda.is_available()` is False on a machine with an NVIDIA or AMD GPU,
+# install a build of PyTorch that fits the GPU and its driver.
 #
 # **Not this.** `warnings.filterwarnings("ignore")` hides the warning, but autocast stays off.
 
@@ -225,8 +225,8 @@ assert (plain.ops, amp.ops, amp.casts) == (5, 16, 11)
 # - **Sizes** are [not multiples of 8](#A-size-is-not-a-multiple-of-16-or-8).
 # - **Convolutions** do not use
 #   [`channels_last`](https://docs.pytorch.org/tutorials/intermediate/memory_format_tutorial.html).
-# - **"fp32" is [really TF32](08h_compile_and_processes.ipynb#TF32-is-set-in-the-old-and-in-the-new-way)**,
-#   or the clock was read [before the GPU had finished](04_fp32_vs_amp.ipynb#How-not-to-measure).
+# - **The fp32 run** [used TF32](08h_compile_and_processes.ipynb#TF32-is-set-in-the-old-and-in-the-new-way).
+# - **The clock** was read [before the GPU had finished](04_fp32_vs_amp.ipynb#How-not-to-measure).
 #
 # **The fix.** Time one step in each precision, on a batch that is already on the GPU. If AMP is faster on this
 # batch, make the data loader faster. If AMP is not faster, use larger batches and the dtype that `amp-lab doctor`
@@ -293,8 +293,8 @@ assert amp > 50 * fp32
 # large model with a small batch can therefore need more memory than in fp32.
 # <!-- tests/notebooks/test_08g_speed_and_memory.py -->
 #
-# A parameter in fp32 can also undo the saving, for example a gate with one number per channel: a 16-bit
-# activation times this gate is fp32. Cast the gate: `h * gate.to(h.dtype)`.
+# A 16-bit activation times an fp32 parameter, such as a gate, is fp32 again. Cast the gate: `h *
+# gate.to(h.dtype)`.
 #
 # **The fix.** Make the batch larger, because AMP saves memory on activations. If activations fill the
 # memory, use gradient checkpointing. If weights and Adam's state fill the memory, use an optimizer with
@@ -357,8 +357,8 @@ assert kept == 4  # weight and bias once, the input twice
 assert freed == 6  # all of them twice
 
 # %% [markdown]
-# **Why.** The weights stay in fp32, and autocast adds 16-bit copies. By default, in eager mode under
-# `torch.no_grad()`, it keeps the copies of weights that require a gradient until the outermost autocast block ends.
+# **Why.** The fp32 weights stay in memory. In eager mode under `torch.no_grad()`, autocast by default also
+# keeps a 16-bit copy of each weight that requires a gradient, until the outermost autocast block ends.
 # <!-- tests/notebooks/test_02_autocast_dtypes.py -->
 #
 # **The fix.** Use `torch.inference_mode()` or `torch.autocast(…, cache_enabled=False)`, which keep no
@@ -408,9 +408,10 @@ assert all(p.nbytes == 2 * p.numel() for p in nn.Linear(2, 2).bfloat16().paramet
 #
 # **What you see.** A matmul in FP8 raises one of the messages below.
 #
-# **A small program that shows it.** Tensors on the `meta` device have no data, but PyTorch checks their sizes
-# [as for CUDA](https://github.com/pytorch/pytorch/blob/main/torch/_meta_registrations.py). We multiply in FP8 with an inner size of 100, then with the 50257
-# columns of GPT-2's vocabulary, and last in a grouped matmul, as in a mixture of experts.
+# **A small program that shows it.** Tensors on the `meta` device have no data, but PyTorch checks their
+# sizes [as for CUDA](https://github.com/pytorch/pytorch/blob/main/torch/_meta_registrations.py). We try
+# three FP8 matmuls: one with an inner size of 100, one with the 50257 columns of GPT-2's vocabulary, and a
+# grouped matmul, as in a mixture of experts.
 
 
 # %%
@@ -442,8 +443,8 @@ print(message_of(lambda: torch._scaled_grouped_mm(fp8(32, 100), fp8(64, 100).T, 
 # [SGLang](https://github.com/sgl-project/sglang/issues/3345) refuses the sizes of an FP8 checkpoint, use a
 # smaller tensor-parallel size.
 #
-# In a padded vocabulary, the logits of the real tokens stay the same up to rounding. Ignore the logits of the
-# padding tokens before you choose a token.
+# In a padded vocabulary, the logits of the real tokens stay the same up to rounding. Leave out the logits
+# of the padding tokens when you choose a token.
 
 # %%
 padded = math.ceil(50257 / 64) * 64
@@ -483,11 +484,11 @@ torch.testing.assert_close(larger(x)[:, :5], head(x))
 # without 80GB 24GB"""
 # -->
 #
-# **What you see.** A step raises `torch.OutOfMemoryError: CUDA out of memory. Tried to allocate …`. On other
-# devices the message begins with `HIP`, `XPU` or `MPS backend` (from PyTorch's source for [CUDA and
-# HIP](https://github.com/pytorch/pytorch/blob/main/c10/cuda/CUDACachingAllocator.cpp),
-# [XPU](https://github.com/pytorch/pytorch/blob/main/c10/xpu/XPUCachingAllocator.cpp) and
-# [MPS](https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/mps/MPSAllocator.mm)).
+# **What you see.** A step raises `torch.OutOfMemoryError: CUDA out of memory. Tried to allocate …`. On
+# other devices the message begins with
+# [`HIP`](https://github.com/pytorch/pytorch/blob/main/c10/cuda/CUDACachingAllocator.cpp),
+# [`XPU`](https://github.com/pytorch/pytorch/blob/main/c10/xpu/XPUCachingAllocator.cpp) or [`MPS
+# backend`](https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/mps/MPSAllocator.mm).
 #
 # **A small program that shows it.** Here `forecast_memory` counts the bytes of a step without
 # running it. We assume a GPU with 24 MiB of memory. <!-- tests/tracing/test_memory.py -->
@@ -558,8 +559,8 @@ assert peak_of(fits) <= memory < peak_of(fits + 1)
 #
 # **What you see.** Each training step, or each batch of an evaluation, needs more memory than the previous one.
 #
-# **A small program that shows it.** We evaluate three batches, and keep the loss of each as a
-# tensor or as a number. `held_by` counts the tensors that graphs still hold at the end.
+# **A small program that shows it.** We evaluate three batches, and keep the loss of each as a tensor or as
+# a number. `held_by` counts the tensors that the autograd graphs still hold at the end.
 
 
 # %%

@@ -88,8 +88,8 @@ assert (eager, compiled) == (torch.tensor(1.001).item(), 1.0)
 # %% [markdown]
 # **Why.** By default, `torch.compile` plans the backward pass together with the forward pass. It [assumes
 # that the autocast around the call is also on in
-# `backward()`](https://docs.pytorch.org/docs/stable/torch.compiler_backward.html), so the gradients of
-# a matmul in a region with `autocast(enabled=False)` can be computed in 16 bits.
+# `backward()`](https://docs.pytorch.org/docs/stable/torch.compiler_backward.html). So it can compute the
+# gradients of an `autocast(enabled=False)` region in 16 bits.
 #
 # **The fix.** Move the autocast block *into* the compiled function, where the compiler sees its end.
 # Or set `torch._functorch.config.backward_pass_autocast = "off"` (torch 2.9 or later) before you compile.
@@ -206,8 +206,8 @@ for dtype in (torch.bfloat16, torch.float16):
     assert output.dtype is torch.float32
 
 # %% [markdown]
-# **Notice it earlier.** `amp-lab doctor --device cpu` reports it if an LSTM fails under autocast on your CPU.
-# `amp-lab xray --device cpu`, with your `--dtype`, reports the LSTMs of your model that will fail.
+# **Notice it earlier.** `amp-lab doctor --device cpu` warns if an LSTM fails under autocast on your CPU.
+# `amp-lab xray --device cpu`, with your `--dtype`, lists the LSTMs of your model that will fail.
 # <!-- tests/core/test_cpu.py -->
 
 # %% [markdown]
@@ -317,12 +317,12 @@ print(message_of(lambda: torch.amp.autocast(enabled=False)))
 print(message_of(lambda: torch.amp.custom_fwd(make)))
 
 # %% [markdown]
-# **Why.** The functions have moved to `torch.amp`, where, unlike before, the type of device is an argument. The old
+# **Why.** The functions have moved to `torch.amp`, where the type of device is a new argument. The old
 # names still work in torch 2.15.
 # <!-- tests/notebooks/test_13_from_apex.py -->
 #
-# The first argument of the *old* `GradScaler` is the scale. If you pass a device instead and the
-# scaler is enabled, `full()` fails later.
+# The first argument of the *old* `GradScaler` is the scale. If you pass a device there, an enabled scaler
+# later raises an error in `full()`.
 # <!-- tests/notebooks/test_08h_compile_and_processes.py -->
 #
 # **The fix.** Write `torch.autocast("cuda", dtype=torch.float16)`, `torch.amp.GradScaler("cuda")` and
@@ -431,9 +431,9 @@ with group_of_one():
 # words = "FSDP FSDP2 fully_shard peft LoRA QLoRA axolotl accelerate bnb_4bit_quant_storage use_orig_params"
 # -->
 #
-# **What you see.** FSDP2 raises `FSDP expects uniform original parameter dtype but got`, and the older
-# FSDP `Must flatten tensors with uniform dtype but got`. An example for the older FSDP is a model with a base in
-# bf16 and [adapters in fp32](https://github.com/huggingface/trl/pull/6343).
+# **What you see.** FSDP2 raises `FSDP expects uniform original parameter dtype but got`, and the older FSDP
+# `Must flatten tensors with uniform dtype but got`. The older FSDP does so, for example, for a base model
+# in bf16 with [adapters in fp32](https://github.com/huggingface/trl/pull/6343).
 #
 # **A small program that shows it.** We wrap a model that has trained weights in two dtypes.
 
