@@ -291,19 +291,21 @@ assert v.grad.isnan().all()
 
 
 # %%
-def probabilities_in(dtype):
+def logits_in(dtype):
     with torch.autocast("cpu", dtype=dtype):
-        return ((100 * x) @ torch.full((2, 2), 500.0)).softmax(-1)
+        return (100 * x) @ torch.full((2, 2), 500.0)
 
 
 def sample(logits):
     return torch.distributions.Categorical(logits=logits).sample()
 
 
-print(message_of(lambda: torch.multinomial(probabilities_in(torch.float16), 1)))
-print(message_of(lambda: sample(probabilities_in(torch.float16))))
-assert probabilities_in(torch.float16).isnan().all()
-assert probabilities_in(torch.float16).argmax() == 0  # so greedy decoding chooses token 0
+logits = logits_in(torch.float16)
+probabilities = logits.softmax(-1)
+print(message_of(lambda: torch.multinomial(probabilities, 1)))
+print(message_of(lambda: sample(logits)))
+assert probabilities.isnan().all()
+assert probabilities.argmax() == 0  # so greedy decoding chooses token 0
 
 # %% [markdown]
 # **Why.** The logits are inf or NaN, for example because the model was trained in bf16 and its hidden values overflow
@@ -315,7 +317,7 @@ assert probabilities_in(torch.float16).argmax() == 0  # so greedy decoding choos
 # weights. If they are finite, pass `logits.float()` or `probs.float()` to the distribution.
 
 # %%
-assert torch.multinomial(probabilities_in(torch.bfloat16), 1).item() in (0, 1)
+assert torch.multinomial(logits_in(torch.bfloat16).softmax(-1), 1).item() in (0, 1)
 
 # %% [markdown]
 # [Notebook 19](19_choose_your_precision.ipynb#Trained-in-bf16,-on-a-GPU-without-it) shows how to find the layers
