@@ -80,7 +80,7 @@ for dtype in (fp16, bf16):
 # | 4. Only the forward pass in autocast | right | see [below](#Only-the-forward-pass-in-autocast) |
 # | 5. No casts by hand | right | autocast casts for you ([02](02_autocast_dtypes.ipynb)), and cannot undo the rounding of a `.half()`; [one cast you do need](09_xray_your_model.ipynb#The-surprise-in-cross-entropy) |
 # | 6. Always use the scaler | only for fp16 | bf16 has about the range of fp32, so small gradients rarely underflow ([01](01_number_formats.ipynb)) |
-# | 7. Tune the initial scale and the growth interval | rarely needed | the scaler soon finds a good scale, see 2 ([03](03_grad_scaler_step_by_step.ipynb)) |
+# | 7. Tune the initial scale and the growth interval | rarely needed | the scaler soon lowers a scale that is too high, see 2 ([03](03_grad_scaler_step_by_step.ipynb)) |
 # | 8. Stay current with PyTorch | right | `torch.cuda.amp.autocast()` raises a warning ([13](13_from_apex.ipynb)) |
 # | 9. Try larger batches | right for memory | AMP makes many activations smaller ([09](09_xray_your_model.ipynb)); measure whether it is faster ([10](10_speed_ladder.ipynb)) |
 # | 10. Profile before and after | right | see [below](#Profile-before-and-after) |
