@@ -395,8 +395,8 @@ _ = figures.gradients_against_fp16(gradients.abs().log2(), scales=(1, 2**16))
 #
 # ## Exercises
 #
-# Replace the dots with your answer and run the cell. It says whether the answer is right and, if not,
-# why. A hint and a solution are folded below each exercise. <!-- tests/notebooks/test_exercises.py -->
+# Replace the dots with your answer and run the cell to check it. A hint and a solution are folded below
+# each exercise. <!-- tests/notebooks/test_exercises.py -->
 
 # %%
 from course.exercises import checks_of

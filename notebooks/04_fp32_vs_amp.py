@@ -399,8 +399,8 @@ assert device.type != "cpu" or not hidden.is_above(1.1)
 #
 # ## Exercises
 #
-# Replace the dots with your answer and run the cell. It says whether the answer is right and, if not,
-# why. A hint and a solution are folded below each exercise. <!-- tests/notebooks/test_exercises.py -->
+# Replace the dots with your answer and run the cell to check it. A hint and a solution are folded below
+# each exercise. <!-- tests/notebooks/test_exercises.py -->
 
 # %%
 from course.exercises import checks_of
