@@ -323,8 +323,8 @@ assert not torch.backends.cuda.matmul.allow_fp16_accumulation
 # The sum in fp16 ends much too low. As the sum grows, its spacing grows too, so more and more products are
 # swamped. Here `a @ b` avoids this: it reads 16-bit inputs, adds up in fp32, and rounds once at the end.
 # [On GPUs too, matmuls typically add up in
-# fp32](https://docs.pytorch.org/docs/stable/notes/numerical_accuracy.html), unless you switch on
-# [`allow_fp16_accumulation`](https://docs.pytorch.org/docs/stable/notes/cuda.html).
+# fp32](https://docs.pytorch.org/docs/stable/notes/numerical_accuracy.html), but
+# [settings](https://docs.pytorch.org/docs/stable/notes/cuda.html) can allow partial sums in 16 bits.
 #
 # ## The gradients of a real network
 #
