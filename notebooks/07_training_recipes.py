@@ -14,7 +14,7 @@
 # such a line out.
 #
 # **What you'll learn.**
-# - the one rule behind most recipes: know whether the gradients are scaled when your code reads them;
+# - two rules about scaled gradients, from which most recipes follow;
 # - which parts of a loop need no change under AMP;
 # - what a missing line does.
 #
@@ -67,14 +67,14 @@ assert math.isclose(clipped_first.norm(), 0.1 / 65536, rel_tol=1e-6)
 
 # %% [markdown]
 # It matters. If we divide first, the gradient has the length 0.1 that we asked for. If we clip first, the
-# gradient is 65,536 times too short, so SGD hardly changes the weights, and no error is raised. The
-# recipes follow from these rules:
+# gradient is 65,536 times too short, so SGD hardly changes the weights, and no error is raised. Most recipes
+# follow from two rules:
 #
 # - **Code that reads gradients belongs after `unscale_`.**
 # - **Code that computes gradients starts from `scaler.scale(…)`.**
-# - Outside of autocast, code that reads only weights needs no change, because autocast leaves the weights
-#   in fp32.
-# <!-- tests/notebooks/test_07_training_recipes.py -->
+#
+# Code that reads only weights needs no change outside of the autocast block, because autocast leaves the
+# weights in fp32. <!-- tests/notebooks/test_07_training_recipes.py -->
 #
 # ## The setting
 #
@@ -111,8 +111,8 @@ def train_amp(model, optimizer, scaler, dtype):
 # ## How a recipe is checked
 #
 # `check_same` trains the same network with the fp32 loop, and with the AMP loop in fp16 and in bf16. Then it
-# compares the changes of all weights, taken as one vector. We allow four roundings: the norm of the
-# difference must be less than 1/512 (fp16) or 1/64 (bf16) of the norm of the fp32 change.
+# compares the changes of all weights, taken as one vector. The norm of the difference must be less than 1/512
+# (fp16) or 1/64 (bf16) of the norm of the fp32 change. This is four times the rounding error of the format.
 
 # %%
 problem.check_same(recipes.train_plain, train_amp)
@@ -221,11 +221,13 @@ problem.check_same(recipes.accumulate_plain, accumulate_amp)
 #
 # You need this if the loss itself contains gradients.
 #
-# We compute these *inner gradients* from the scaled loss, so that fewer of them underflow in fp16. Then we
-# [unscale them by hand](https://docs.pytorch.org/docs/stable/notes/amp_examples.html#gradient-penalty),
-# because `unscale_` changes only `.grad`. The penalty is part of the forward pass, so we compute it under
-# autocast. If an inner gradient overflows in fp16, the loss overflows as well, and the scaler skips the
-# step. <!-- tests/notebooks/test_07_training_recipes.py -->
+# 1. Compute these *inner gradients* from the scaled loss, so that fewer of them underflow in fp16.
+# 2. [Unscale them by hand](https://docs.pytorch.org/docs/stable/notes/amp_examples.html#gradient-penalty),
+#    because `unscale_` changes only `.grad`.
+# 3. Compute the penalty under autocast, because it is part of the forward pass.
+#
+# If an inner gradient overflows in fp16, the loss overflows as well, and the scaler skips the step.
+# <!-- tests/notebooks/test_07_training_recipes.py -->
 
 
 # %%
@@ -258,7 +260,7 @@ problem.check_same(recipes.penalty_plain, penalty_amp)
 # With AMP the scaler may skip a step, which the schedule should not count. `scaler.step` does not report
 # a skipped step, but the loss scale shows it. With one optimizer, [the scale
 # falls](https://github.com/pytorch/pytorch/blob/main/torch/amp/grad_scaler.py) exactly when the step was
-# skipped, until it is 0.
+# skipped. (A scale of 0 cannot fall further.)
 
 
 # %%
@@ -312,13 +314,13 @@ recomputed = problem.change(train_amp, torch.float16, make_model=Checkpointed)
 assert torch.equal(recomputed, problem.change(train_amp, torch.float16))
 
 # %% [markdown]
-# In torch 2.15, if two checkpointed parts share a trained weight and a `context_fn` saves only the
-# matmuls, backward raises `… not found in storage`. Give autocast `cache_enabled=False`. <!-- tests/notebooks/test_07_training_recipes.py -->
+# **Without `use_reentrant`** you get the older kind of checkpoint, and a warning. If its input needs no
+# gradient, such as a batch of data, the parameters inside get no gradient either. If layers that learn follow,
+# `train_amp` raises no error, but the checkpointed part never learns.
+# <!-- tests/notebooks/test_07_training_recipes.py -->
 #
-# **Without `use_reentrant`** you get the older kind of checkpoint, with a warning that asks you to
-# choose. If the checkpoint's input needs no gradient, such as a batch of data, the older kind cuts the
-# graph there. The parameters inside then get no gradient. If layers that learn follow, `train_amp` raises
-# no error, but the checkpointed part never learns.
+# **A rare error** (torch 2.15): if two checkpointed parts share a trained weight and a `context_fn` saves only
+# the matmuls, backward raises `… not found in storage`. Give autocast `cache_enabled=False`.
 # <!-- tests/notebooks/test_07_training_recipes.py -->
 #
 # ## Use several losses and optimizers
@@ -365,11 +367,14 @@ assert math.isclose(ratio, 2, rel_tol=1e-3)
 # ## Load half precision weights
 #
 # By default, `load_state_dict` copies values *into* the parameters, which stay fp32. So a file of fp16 weights needs
-# no change. But `assign=True` with fp16 weights, or `.half()` on the model, makes the parameters fp16,
-# and the scaler refuses to unscale their gradients (with a [fused
-# optimizer](08c_scaler.ipynb#The-parameters-are-fp16) there may be no error). With bf16 parameters,
-# small updates are rounded away. If the parameters are fp16 or bf16, call `model.float()` before you
-# create the optimizer. <!-- tests/notebooks/test_07_training_recipes.py -->
+# no change. But with `assign=True` or after `.half()`, the parameters can be in 16 bits:
+#
+# - If they are fp16, the scaler refuses to unscale their gradients. (With a [fused
+#   optimizer](08c_scaler.ipynb#The-parameters-are-fp16), there may be no error.)
+# - If they are bf16, small updates are rounded away.
+#
+# In both cases, call `model.float()` before you create the optimizer.
+# <!-- tests/notebooks/test_07_training_recipes.py -->
 
 # %%
 half_weights = {name: tensor.half() for name, tensor in new_model().state_dict().items()}
