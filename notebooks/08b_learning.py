@@ -92,13 +92,13 @@ assert weights.tolist() == [0.0, 2.0]  # nothing was learned
 assert scales[165:] == [0.0] * 5  # from where no doubling leads back
 
 # %% [markdown]
-# **Why.** In every step and at any scale, at least one gradient is infinite or NaN. So a smaller scale does not
-# help. Typical sources are a square root at 0, `log(0)`, 0/0, a NaN in the data, or an activation
-# that overflows in fp16. <!-- tests/notebooks/test_08b_learning.py -->
+# **Why.** At any scale, at least one gradient is infinite or NaN, so a smaller scale does not help. Typical sources
+# are a square root at 0, `log(0)`, 0/0, a NaN in the data, or an activation that overflows in fp16.
+# <!-- tests/notebooks/test_08b_learning.py -->
 #
-# **The fix.** Run one step inside `amp_lab.numerics.find_nonfinite(model)`. It reports where the inf or NaN comes
-# from, in the forward or backward pass. Then change the operation or the data. For a square root, add a small
-# number under the root. <!-- tests/notebooks/test_08b_learning.py -->
+# **The fix.** Run one step inside `amp_lab.numerics.find_nonfinite(model)`, which reports where the inf or NaN comes
+# from. Then change that operation or the data. For a square root, add a small number under the root.
+# <!-- tests/notebooks/test_08b_learning.py -->
 
 
 # %%
@@ -115,7 +115,7 @@ assert (healthy[0], healthy[-1]) == (2.0**16, 2.0**19)
 # In the figure, the scale of the healthy run doubles every 20 steps (`growth_interval=20`). The scale of the
 # failing run falls below 1 (dotted line) after 17 steps.
 #
-# **Not this.** Do not switch the scaler off: the weight that starts at 0 then becomes NaN.
+# **Not this.** Do not switch the scaler off: weights with such a gradient then become infinite or NaN.
 
 # %%
 unscaled, _ = train(sick_loss, torch.amp.GradScaler("cpu", enabled=False), steps=1)
@@ -162,12 +162,12 @@ print("largest gradient:", lost.max().item())
 assert lost.count_nonzero() == 0
 
 # %% [markdown]
-# **Why.** Here the backward pass casts gradients to fp16. The smallest positive number of fp16 is 2^-24 (6e-8), and
-# a gradient below half of it (3e-8) becomes zero. Each of the 16,384 outputs has the gradient
-# 1e-4 / 16384 = 6e-9, which is below this limit.
+# **Why.** In fp16, a gradient below 2^-25 (about 3e-8) becomes zero.
 #
-# **The fix.** Use a `GradScaler` with fp16, or use bf16, which has nearly the range of fp32 and needs no
-# scaler.
+# Here, each of the 16,384 outputs has the gradient 1e-4 / 16384 = 6e-9.
+#
+# **The fix.** Keep the weights in fp32 and use fp16 autocast with a `GradScaler`, or use bf16, which has nearly the
+# range of fp32 and needs no scaler.
 #
 # With the scaler, the gradient is right up to rounding:
 
@@ -222,9 +222,9 @@ trained.sum().backward()
 assert torch.equal(model[0].weight.grad, x.expand(2, 2))  # right, in this version
 
 # %% [markdown]
-# **Why.** By default, a pass under `torch.no_grad()` leaves cast copies of the weights in autocast's cache.
-# In older versions, these copies had no autograd history. A later pass in the same block used these copies, so the
-# weights got no gradient. Torch 2.11 has [a fix](https://github.com/pytorch/pytorch/pull/165068).
+# **Why.** Before [torch 2.11](https://github.com/pytorch/pytorch/pull/165068), a pass under `torch.no_grad()` by
+# default left copies of the weights without autograd history in autocast's cache. A later pass in the same block used
+# these copies, so the weights got no gradient.
 #
 # **The fix.** Close the outermost autocast block after the evaluation and open another one for training, or
 # update PyTorch.
@@ -280,11 +280,8 @@ assert pointless[-1] < max(pointless)  # it skips steps, too
 # it becomes 65536, which is more than 65504, the largest number of fp16. The scaler then skips the step and halves the scale. In bf16 the scale grows almost to
 # the largest number of fp32 before the scaler skips a step. <!-- tests/notebooks/test_08b_learning.py -->
 #
-# **Why.** By default, a `GradScaler` has `enabled=True`. bf16 has nearly the range of fp32, so gradients rarely
-# overflow and the scale keeps growing.
-#
-# If a run that was meant to be bf16 overflows, check its dtype: by default, autocast without `dtype=` uses fp16 on a
-# CUDA GPU and bf16 on a CPU.
+# **Why.** bf16 has nearly the range of fp32, so gradients rarely overflow and the scale keeps growing. Without
+# `dtype=`, autocast by default uses fp16 on a CUDA GPU and bf16 on a CPU.
 #
 # **The fix.** Define the dtype in one place, pass it to autocast, and enable the scaler only for fp16:
 # `GradScaler(enabled=(dtype is torch.float16))`.
@@ -347,11 +344,11 @@ print(f"weights in {model[0].weight.dtype}: 1 -> {after_updates(model):.2f}")
 assert after_updates(model) == 1.0
 
 # %% [markdown]
-# **Why.** Just below 1, bf16 numbers are 2^-8 (0.004) apart. There, an update smaller than half of this distance
-# is rounded away. Our updates are 0.001, so a weight of 1 does not change.
+# **Why.** PyTorch's optimizers round an update of a bf16 weight away if it is smaller than about 0.2 % of the weight
+# (in fp16 0.02 %).
 #
-# **The fix.** Keep the weights that you train in fp32 and let autocast use bf16. Call `model.float()` before you
-# create the optimizer, and load checkpoints without `assign=True`.
+# **The fix.** Keep the weights that you train in fp32 and let autocast use bf16: call `model.float()` before you
+# create the optimizer, and load a bf16 checkpoint without `assign=True`.
 #
 # If fp32 weights do not fit into memory, keep the weights in bf16, and use an optimizer that does not lose small
 # updates. [Notebook 16](16_low_precision_state.ipynb#Weights-in-bf16) compares such optimizers.
@@ -398,12 +395,12 @@ print(broken)
 assert str(broken) == "[nan, -inf]"
 
 # %% [markdown]
-# **Why.** PyTorch's Adam keeps its moments in the dtype of the weights. In fp16, the square of a small gradient is 0,
-# and so is Adam's epsilon of 1e-8. By default, Adam then divides by zero. A gradient of 0 gives 0/0 = NaN, and a
-# small gradient gives an infinite update. <!-- tests/notebooks/test_08a_values.py -->
+# **Why.** PyTorch's Adam keeps its moments in the dtype of the weights. In fp16, the square of a small gradient and
+# Adam's epsilon of 1e-8 are 0, so by default Adam divides by 0: a gradient of 0 gives 0/0 = NaN, and a small gradient
+# an infinite update. <!-- tests/notebooks/test_08a_values.py -->
 #
-# **The fix.** Call `model.float()` instead of `model.half()` before you create the optimizer, and let autocast
-# cast the fp32 weights.
+# **The fix.** Keep the weights that you train in fp32: call `model.float()` instead of `model.half()` before you
+# create the optimizer, and let autocast cast the weights.
 
 # %%
 still, moved = first_step(torch.ones(2), [0.0, 1e-4])
@@ -411,7 +408,7 @@ assert 0.998 < moved < still == 1
 
 # %% [markdown]
 # **Not this.** Do not set `eps=1e-4`. The NaN goes away, but fp16 rounds small updates away: with a gradient of 1e-6,
-# our weight of 1 does not change.
+# a weight of 1 does not change.
 
 # %%
 assert first_step(torch.ones(1).half(), [1e-6], eps=1e-4) == [1.0]  # nothing is learned
@@ -459,14 +456,14 @@ assert rounded.unique().numel() == 513
 assert torch.tensor([998, 999]).to(torch.bfloat16).tolist() == [1000, 1000]
 
 # %% [markdown]
-# **Why.** bf16 counts in steps of 1 up to 256, of 2 up to 512, and of 4 up to 1024. fp16 counts in
-# steps of 1 up to 2048. Whole numbers between these steps are rounded, so neighbouring positions become the same.
+# **Why.** bf16 represents every whole number only up to 256, and fp16 only up to 2048. Above that, neighbouring
+# positions or counts can become the same number. Rounded frequencies (`inv_freq`) also make the angles wrong.
 #
 # The cast can come from autocast, from the code itself (`dtype=x.dtype`), or from `model.bfloat16()`, which also
 # casts a buffer of frequencies (`inv_freq`).
 #
-# **The fix.** Create positions, counters and frequencies in fp32, and indices as integers. Compute the angles of
-# RoPE inside `torch.autocast(device_type, enabled=False)`. Cast the sines and cosines afterwards, not the positions.
+# **The fix.** Create positions, counters and frequencies in fp32, and indices as integers. Compute the angles of RoPE
+# inside `torch.autocast(device_type, enabled=False)`, and cast the sines and cosines afterwards, not the positions.
 
 # %%
 with torch.autocast("cpu", dtype=torch.bfloat16), torch.autocast("cpu", enabled=False):
@@ -474,8 +471,7 @@ with torch.autocast("cpu", dtype=torch.bfloat16), torch.autocast("cpu", enabled=
 assert torch.arange(2048, 2051, dtype=torch.float16).tolist() == [2048, 2048, 2050]
 
 # %% [markdown]
-# **Not this.** Do not call `.float()` on positions or on `inv_freq` after they were rounded: the digits are
-# lost. Create them again in fp32.
+# **Not this.** Do not call `.float()` on positions or on `inv_freq` after they were rounded: the digits are lost.
 
 # %%
 rates = nn.Module()
@@ -490,7 +486,6 @@ assert rates.bfloat16().float().inv_freq != torch.tensor([1 / 3])
 #   "the logged loss moves in steps, stands still or falls to 0 in bf16, and `loss.item()` is right",
 #   "the average loss of an epoch is too small in bf16",
 #   "accuracy or another metric summed up in half precision is wrong",
-#   "self.log with on_epoch=True in bf16 gives inaccurate epoch means",
 #   "the running mean gets stuck at 256 or 4096 although each step's value is right",
 # ]
 # words = "running_loss total_loss tr_loss logging metric accumulate average epoch += sum XLA_USE_BF16 lightning on_epoch self.log"
@@ -512,8 +507,8 @@ print("sum in bf16:", total_of(torch.tensor(0.0, dtype=torch.bfloat16)))
 assert total_of(torch.tensor(0.0, dtype=torch.bfloat16)) == 1024
 
 # %% [markdown]
-# **Why.** From 1024 to 2048, bf16 numbers are 8 apart, so adding a loss of 2.5 to a sum of 1024 changes nothing. If
-# you log the increase of the sum, the log shows 0.
+# **Why.** A sum in bf16 has 8 significant bits (in fp16 11), so a loss that is small compared with the sum changes
+# nothing. If you log the increase of the sum, the log then shows 0.
 #
 # **The fix.** Add up losses and metrics in fp32: start with
 # `torch.zeros((), dtype=torch.float32, device=loss.device)`, or add `loss.item()` to a Python number.
@@ -562,18 +557,14 @@ print(f"zeros: {(stored.float() == 0).float().mean():.0%}")
 assert 0.1 < (stored.float() == 0).float().mean() < 0.2
 
 # %% [markdown]
-# **Why.** FP8 is a format for storage and for special matmuls. In eager mode, an addition of two FP8
-# tensors is missing, for example. PyTorch also does not promote an FP8 matrix to another dtype.
-# <!-- tests/notebooks/test_08b_learning.py -->
-#
-# The positive numbers of `torch.float8_e4m3fn` range from 0.002 to 448. So without a scale, small weights become
-# zero.
+# **Why.** Without a scale, weights below 2^-10 (0.001) become zero in `torch.float8_e4m3fn`, and weights above 448
+# become 448 or NaN. Many operations are also missing in FP8, such as an addition in eager mode, and PyTorch does not
+# promote an FP8 matrix to another dtype. <!-- tests/notebooks/test_08b_learning.py -->
 #
 # **The fix.** Use a library that stores a scale with each FP8 weight, such as
-# [torchao](https://github.com/pytorch/ao/blob/main/torchao/quantization/quantize_/workflows/float8/float8_tensor.py).
-# To scale by hand, compute a `factor` of `weight.abs().max() / 448`. Divide the weight by the factor
-# before you cast it to FP8. Before the matmul, cast the weight back to the dtype of the input and multiply it by
-# the factor.
+# [torchao](https://github.com/pytorch/ao/blob/main/torchao/quantization/quantize_/workflows/float8/float8_tensor.py),
+# or keep the weights in bf16. To scale by hand, divide the weight by a `factor` of `weight.abs().max() / 448` before
+# you cast it to FP8. Before the matmul, cast it back to the dtype of the input and multiply it by the factor.
 
 
 # %%

@@ -175,15 +175,15 @@ print(message)
 assert "unscale_() has already been called on this optimizer since the last update()." in message
 
 # %% [markdown]
-# **Why.** `unscale_` divides the gradients in place, so it may run only once for an optimizer until
-# `scaler.update()` is called. Two causes: the loop clips after every batch of an accumulation, or it leaves
-# out `update()` when it skips a step. <!-- tests/notebooks/test_08c_scaler.py -->
+# **Why.** `unscale_` divides the gradients in place, so it may run only once for an optimizer until `scaler.update()`
+# is called. Often the loop clips after every batch of an accumulation, or leaves out `update()` when it skips a step.
+# <!-- tests/notebooks/test_08c_scaler.py -->
 #
-# **The fix.** Call `unscale_` and clip only once, after the last batch of the accumulation. Then step and
-# call `scaler.update()`. If you skip the step, still call `scaler.update()`. With Accelerate, [clip only `if
-# accelerator.sync_gradients`](https://huggingface.co/docs/accelerate/package_reference/accelerator). If the
-# error comes [from the Trainer](https://github.com/huggingface/transformers/issues/23935), update
-# Transformers and Accelerate.
+# **The fix.** Call `unscale_` and clip only once, after the last batch of the accumulation. Then call
+# `scaler.update()`, even if you skip the step. With Accelerate, [clip only `if
+# accelerator.sync_gradients`](https://huggingface.co/docs/accelerate/package_reference/accelerator). If the error
+# comes [from the Trainer](https://github.com/huggingface/transformers/issues/23935), update Transformers and
+# Accelerate.
 #
 # Here the weights are then, up to rounding, the same as after a loop without a scaler:
 
@@ -196,9 +196,8 @@ optimizer.step()
 torch.testing.assert_close(accumulate(clip_each=False), model[0].weight.detach())
 
 # %% [markdown]
-# **Not this.** Do not call `scaler.update()` after every batch of the accumulation. The message
-# disappears, but scaled gradients are then added to unscaled
-# ones. <!-- tests/notebooks/test_08c_scaler.py -->
+# **Not this.** Do not call `scaler.update()` after every batch of the accumulation: the message disappears, but
+# scaled gradients are then added to unscaled ones. <!-- tests/notebooks/test_08c_scaler.py -->
 
 # %% [markdown]
 # ## An optimizer has no gradients
@@ -208,7 +207,6 @@ torch.testing.assert_close(accumulate(clip_each=False), model[0].weight.detach()
 #   "No inf checks were recorded for this optimizer.",
 # ]
 # symptoms = [
-#   "some gradients are `None`",
 #   "without the scaler the loss does not change at all, with it there is an AssertionError",
 #   "scaler.step raises an AssertionError with my custom loss",
 #   "AssertionError of scaler.step after freezing the backbone",
@@ -246,17 +244,15 @@ print(message)
 assert "No inf checks were recorded for this optimizer." in message
 
 # %% [markdown]
-# **Why.** `scaler.step` looks for infinities in the gradients of this optimizer, but every `.grad` is
-# `None`. Perhaps the parameters are frozen (by `requires_grad_(False)` or `no_grad`), or they belong to
-# another copy of the model. Or the loss does not depend on them: `.item()`, `.detach()`,
-# `torch.tensor(...)` and ops without a derivative, such as `argmax`, disconnect the loss from the
-# parameters.
+# **Why.** Every `.grad` of this optimizer is `None`, for example because its parameters are frozen or belong to
+# another copy of the model, or because the loss does not depend on them: `.item()`, `.detach()`, `torch.tensor(...)`
+# and ops without a derivative, such as `argmax`, disconnect the loss from the parameters.
 # <!-- tests/notebooks/test_08c_scaler.py -->
 #
-# **The fix.** If the parameters should not be trained in this step, call `scaler.step` only for the other
-# optimizers. If no optimizer has gradients, leave out `scaler.update()` too. If the parameters should be trained,
-# remove the cause: unfreeze them, leave out `no_grad`, or build the optimizer from the parameters of the
-# model that computes the loss. Do not convert the loss to a number: combine losses with `+` or `torch.stack`.
+# **The fix.** If the parameters should not be trained in this step, call `scaler.step` only for the other optimizers,
+# and `scaler.update()` only if one of them steps. Otherwise remove the cause: unfreeze the parameters, leave out
+# `no_grad`, or build the optimizer from the model that computes the loss. Do not convert the loss to a number:
+# combine losses with `+` or `torch.stack`.
 
 # %%
 assert two_parts(step_both=False) == [False, True]
@@ -266,8 +262,8 @@ assert model[0].weight.grad is not None
 
 # %% [markdown]
 # **Not this.** Do not call `loss.requires_grad_()`, or [pass `requires_grad=True` to
-# `torch.tensor`](https://github.com/open-mmlab/mmsegmentation/issues/3230). Then `backward()` runs, but
-# the weights still get no gradient.
+# `torch.tensor`](https://github.com/open-mmlab/mmsegmentation/issues/3230): then `backward()` runs, but the weights
+# still get no gradient.
 
 # %%
 model, _ = make()
@@ -296,10 +292,8 @@ assert model[0].weight.grad is None
 #   "A GradScaler instance may only be pickled at the beginning of an iteration, or at the end after scaler.update().",
 # ]
 # symptoms = [
-#   "the loss that I log is wrong by a factor of 2 after scaler.update()",
 #   "right order of scale, unscale_, clip, step and update of the GradScaler",
 #   "scaler.update() fails with accelerate although scaler.step is commented out",
-#   "logged training loss is in the thousands or millions in fp16, reasonable in fp32",
 #   "may I use accelerator.scaler by hand",
 # ]
 # words = "manual_backward Lightning Fabric deepcopy"
@@ -335,17 +329,15 @@ for calls, message in messages.items():
 assert len(set(messages.values())) == 7
 
 # %% [markdown]
-# **Why.** The scaler records for which optimizers it has divided the gradients by the scale, and which
-# have stepped. `update` clears this record. An enabled scaler refuses to unscale or step an optimizer twice,
-# and you cannot pickle it between `step` and `update`. It also refuses `unscale_`, `step` and `update`
-# before it has scaled a loss, and `update()` without an argument before it has checked any gradients.
+# **Why.** For every optimizer step, an enabled scaler expects `scale`, then `unscale_` if you clip, then `step`, and
+# at the end `update`. It refuses a call that comes too early, and a second `unscale_` or `step`. You cannot pickle it
+# between `step` and `update`.
 #
-# **The fix.** For [every optimizer step](https://docs.pytorch.org/docs/stable/notes/amp_examples.html), first call
-# `scaler.scale(loss).backward()`, for each batch if you accumulate. If you clip, call `scaler.unscale_(optimizer)`
-# next. Then call `scaler.step(optimizer)` for each optimizer, and at the end `scaler.update()` once. With a library
-# such as Accelerate or Lightning, do not call the scaler yourself. Replace `loss.backward()` by
-# `accelerator.backward(loss)`, `fabric.backward(loss)`, or in Lightning `self.manual_backward(loss)`.
-# <!-- tests/notebooks/test_08c_scaler.py -->
+# **The fix.** For [every optimizer step](https://docs.pytorch.org/docs/stable/notes/amp_examples.html), call
+# `scaler.scale(loss).backward()` for each batch, `scaler.unscale_(optimizer)` if you clip, `scaler.step(optimizer)`
+# for each optimizer, and at the end `scaler.update()` once. With Accelerate or Lightning, do not call the scaler
+# yourself: replace `loss.backward()` by `accelerator.backward(loss)`, `fabric.backward(loss)`, or in Lightning
+# `self.manual_backward(loss)`. <!-- tests/notebooks/test_08c_scaler.py -->
 #
 # Log the loss before you scale it. Do not divide a scaled loss by `get_scale()` after `update`: if `update`
 # changed the scale, the result is wrong by a factor of 2, by default. <!-- tests/notebooks/test_08c_scaler.py -->
@@ -397,9 +389,9 @@ assert math.isnan(weight_after_step(torch.optim.Adam, by_scaler=False, gradient=
 
 # %% [markdown]
 # **Why.** After `scaler.scale(loss).backward()` the gradients are multiplied by the scale, which by default starts at
-# 65536. `scaler.step(optimizer)` divides the gradients by the scale, unless `unscale_` did, and skips the step if one
-# is infinite or NaN. Adam hides the factor, because it divides each gradient by its usual size. But an infinite
-# gradient makes its weight NaN.
+# 65536. `scaler.step(optimizer)` divides them by the scale, unless `unscale_` did, and skips the step if one is
+# infinite or NaN; `optimizer.step()` does neither. Adam hides the factor, but an infinite gradient makes its weight
+# NaN.
 #
 # **The fix.** Replace every `optimizer.step()` by `scaler.step(optimizer)`, and call `scaler.update()` after
 # it. Do not [call both](https://github.com/IAHispano/Applio/pull/860): the weights would be updated twice. If
@@ -465,15 +457,15 @@ print(message)
 assert "Closure use is not currently supported if GradScaler is enabled." in message
 
 # %% [markdown]
-# **Why.** The closure runs `backward` inside the optimizer's step, where the scaler cannot unscale the
-# gradients or check them for infinities.
+# **Why.** The optimizer runs `backward` inside its step, or needs several backward passes for one step. The scaler
+# then cannot unscale all gradients and check them for infinities before the weights change.
 #
 # SAM (*sharpness-aware minimization*) has [a similar problem](https://github.com/davda54/sam/issues/97): it
 # steps twice in an iteration, and you call its first step without the scaler. If gradients overflow,
 # nothing skips this step, so the weights can become NaN permanently. <!-- tests/notebooks/test_08c_scaler.py -->
 #
-# **The fix.** Use bf16 or fp32 with `GradScaler(enabled=False)`, which passes the closure on to the
-# optimizer.
+# **The fix.** Use bf16 or fp32 with `GradScaler(enabled=False)`, which passes the closure on to the optimizer, or in
+# Lightning `precision="bf16-mixed"`. <!-- tests/notebooks/test_08c_scaler.py -->
 #
 # In bf16, one step lowers our loss to less than 1 % of its value:
 
@@ -483,9 +475,9 @@ print(f"loss {before:.1f} -> {after:.1f}")
 assert after < 0.01 * before
 
 # %% [markdown]
-# **Not this.** Do not write `scaler.step(optimizer, closure)`. The scaler does not notice a closure that
-# is passed by position. If finite gradients exist already, the optimizer then steps with the scaled
-# gradients of the closure, without a check for infinities. <!-- tests/notebooks/test_08c_scaler.py -->
+# **Not this.** Do not write `scaler.step(optimizer, closure)`. The scaler does not notice a closure that is passed by
+# position, and the optimizer can then step with scaled gradients that nobody checked.
+# <!-- tests/notebooks/test_08c_scaler.py -->
 
 # %% [markdown]
 # ## The scheduler warns that it came before the optimizer
@@ -539,14 +531,13 @@ print(message)
 assert "Detected call of `lr_scheduler.step()` before `optimizer.step()`." in message
 
 # %% [markdown]
-# **Why.** The scaler [skipped](https://github.com/pytorch/pytorch/issues/44511) `optimizer.step()` because of
-# an overflow. The scheduler advanced anyway, so the schedule is one step ahead of the training. The
-# scheduler warns only at its first call, so it does not report later skipped
-# steps. <!-- tests/notebooks/test_08c_scaler.py -->
+# **Why.** If `scaler.step` comes before `scheduler.step()` in your loop, the scaler
+# [skipped](https://github.com/pytorch/pytorch/issues/44511) `optimizer.step()` because of an overflow. The scheduler
+# advanced anyway, so the schedule is ahead of the training. <!-- tests/notebooks/test_08c_scaler.py -->
 #
-# **The fix.** Compare `scaler.get_scale()` before and after `scaler.update()`, and advance the schedule
-# only if the scale did not fall. With one optimizer, `update` lowers the scale exactly when the step
-# was skipped (unless the scale is 0 already). <!-- tests/numerics/test_scale_log.py -->
+# **The fix.** With one optimizer, compare `scaler.get_scale()` before and after `scaler.update()`, and advance the
+# schedule only if the scale did not fall. If `scheduler.step()` comes first in your loop, call it after
+# `scaler.step`. <!-- tests/numerics/test_scale_log.py -->
 #
 # In Lightning, if your schedulers have `interval="step"`, override these two methods of your `LightningModule`:
 # <!-- tests/notebooks/test_08c_scaler.py -->
@@ -568,8 +559,8 @@ assert warnings_of(lambda: schedule(only_if_stepped=True)) == ""
 assert schedule(only_if_stepped=True) == [1.0, 0.5, 0.25]
 
 # %% [markdown]
-# **Not this.** Do not filter the warning, or call `optimizer.step()` once before the loop to avoid it. The
-# schedule would still be ahead.
+# **Not this.** Do not filter the warning, or call `optimizer.step()` once before the loop to avoid it: the schedule
+# would still be ahead.
 
 # %%
 with warnings.catch_warnings(action="ignore"):

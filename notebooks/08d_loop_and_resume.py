@@ -87,10 +87,9 @@ print(f"norm before clipping {norm:.1e}, moved by {moved:.1e}")
 assert moved < 2e-5
 
 # %% [markdown]
-# **Why.** The gradients were clipped while they were still multiplied by the loss scale, such as
-# 65536. In `scaler.step` they are then divided by the scale, so they become almost zero. Adam can hide
-# this, because it divides the update by the size of the gradients. If the scaler halves or doubles the scale, the
-# logged norm is halved or doubled too. <!-- tests/notebooks/test_08d_loop_and_resume.py -->
+# **Why.** The gradients were clipped or logged while they were still multiplied by the loss scale, such as 65536.
+# `scaler.step` then divides clipped gradients by the scale, so they become almost zero. If the scale is halved or
+# doubled, the logged norm is too. <!-- tests/notebooks/test_08d_loop_and_resume.py -->
 #
 # **The fix.** Call `scaler.unscale_(optimizer)` after the last backward pass of a step, before you clip or log
 # gradients.
@@ -101,8 +100,7 @@ print(f"norm before clipping {norm:.1e}, moved by {moved:.1e}")
 assert abs(moved - 1) < 1e-3  # the full length that clipping allows
 
 # %% [markdown]
-# **Not this.** Do not raise `max_norm` to the size of the scaled gradients. For the true gradients, the limit
-# would be `max_norm` divided by the scale, and the scale changes during training.
+# **Not this.** Do not raise `max_norm` to the size of the scaled gradients: the scale changes during training.
 # <!-- tests/notebooks/test_08d_loop_and_resume.py -->
 #
 # Code that reads gradients during `backward()` also gets scaled gradients, for example a hook or
@@ -157,20 +155,20 @@ print(message)
 assert "of order 2.0 for gradients from `parameters` is non-finite" in message
 
 # %% [markdown]
-# **Why.** If a gradient is infinite or NaN, so is the norm of order 2, and `error_if_nonfinite=True` raises an
-# error. With a `GradScaler`, an overflow now and then is normal, because the scaler raises the scale until a gradient
-# overflows. Then `scaler.step` skips the step, and `scaler.update` lowers the scale.
+# **Why.** A gradient is infinite or NaN, or so large that the norm is infinite, and `error_if_nonfinite=True` raises
+# an error. With a `GradScaler`, an overflow now and then is normal: `scaler.step` skips the step, and `scaler.update`
+# lowers the scale.
 #
-# **The fix.** In fp16, pass `error_if_nonfinite=False` (PyTorch's default), and let the scaler skip the step.
-# In bf16 without a scaler, the step is not skipped: pass `error_if_nonfinite=True`, and find the cause.
+# **The fix.** With a `GradScaler`, pass `error_if_nonfinite=False` (PyTorch's default), and let the scaler skip the
+# step. Without a scaler, no step is skipped, so keep `error_if_nonfinite=True` and find the cause.
 # <!-- tests/notebooks/test_07_training_recipes.py -->
 
 # %%
 assert overflowing_step(strict=False) == 32768  # half of 65536: the step was skipped
 
 # %% [markdown]
-# **Not this.** Do not replace infinite gradients by finite numbers (`nan_to_num_`) before `unscale_`. The
-# scaler then finds no overflow, so it does not lower the scale, and the optimizer steps with wrong gradients.
+# **Not this.** Do not replace infinite gradients by finite numbers (`nan_to_num_`) before `unscale_`: the scaler then
+# finds no overflow, and the optimizer steps with wrong gradients.
 
 # %%
 assert overflowing_step(strict=False, replace=True) == 65536
@@ -184,7 +182,6 @@ assert overflowing_step(strict=False, replace=True) == 65536
 #   "the KL to the reference model stays 0, or swapping in other weights (EMA, reference) has no effect",
 #   "flat loss with fp32 master weights, the same code trains with bf16 weights",
 #   "swapped-in EMA or reference weights give the same output",
-#   "autocast is around backward and optimizer.step and the loss curve is poor",
 # ]
 # words = "stale cache cache_enabled frozen flat GRPO DPO"
 # -->
@@ -319,8 +316,8 @@ step = torch.tensor(301.0).bfloat16()
 assert step == step + 1 == 300
 
 # %% [markdown]
-# **Not this.** If loading the optimizer's state makes the loss NaN, do not start with a new optimizer: its
-# first steps can be too large. Repair the state or its dtype.
+# **Not this.** If loading the optimizer's state makes the loss NaN, do not start with a new optimizer, whose first
+# steps can be too large. Repair the state or its dtype.
 #
 # **Notice it earlier.** Before you save, check that the parameters and running statistics are finite. `amp-lab migrate`
 # looks for code that resumes training without the state of the scaler.
@@ -369,13 +366,14 @@ print(message)
 assert "expected dtype float for `end` but got dtype c10::BFloat16" in message
 
 # %% [markdown]
-# **Why.** The moments of the optimizer, or the averaged weights, have a different dtype from the weights, for
-# example because the model was cast after the optimizer's first step. By default, Adam uses `lerp`, which refuses
-# two dtypes.
+# **Why.** The moments of the optimizer, or the averaged weights, have a different dtype from the weights, for example
+# because the model was cast after the optimizer's first step. Some optimizers also refuse weights that are not in
+# fp32.
 #
-# **The fix.** Cast the model first, then create the optimizer and the average, and load their states last.
-# If you use autocast, do not cast the model at all. For an fp32 average of bf16 weights, cast in the
-# update: `average.lerp_(weight.float(), 0.1)`. <!-- tests/notebooks/test_08d_loop_and_resume.py -->
+# **The fix.** Cast the model first, then create the optimizer and the average, and load their states last. If you use
+# autocast, do not cast the model at all. For an fp32 average of bf16 weights, cast in the update:
+# `average.lerp_(weight.float(), 0.1)`. If a resumed Muon of DeepSpeed keeps fp32 moments, cast them to the dtype of
+# the weights. <!-- tests/notebooks/test_08d_loop_and_resume.py -->
 
 # %%
 adam = torch.optim.Adam(model.parameters())
@@ -383,10 +381,8 @@ adam.step()
 assert adam.state[model.weight]["exp_avg"].dtype is torch.bfloat16
 
 # %% [markdown]
-# **Not this.** Do not load fp32 state into the optimizer of an fp16 model. `load_state_dict` casts the
-# moments to the dtype of the weights. In fp16, small second moments and the epsilon of 1e-8 become 0. By default,
-# Adam then divides by 0. Keep the weights in fp32, and use autocast.
-# <!-- tests/notebooks/test_08d_loop_and_resume.py -->
+# **Not this.** Do not load fp32 state into the optimizer of an fp16 model: small second moments and Adam's epsilon of
+# 1e-8 become 0 in fp16, so by default Adam divides by 0. <!-- tests/notebooks/test_08d_loop_and_resume.py -->
 #
 # We load a second moment of 1e-13 into the optimizers of an fp16 and of an fp32 model:
 
@@ -499,9 +495,9 @@ print(message[message.index(refused) :].partition(" Please")[0])
 # reads only a few types, such as tensors, numbers, strings and containers. Loading other objects could run
 # code.
 #
-# **The fix.** Save `scaler.state_dict()`, and load it with `scaler.load_state_dict`. Load your old file
-# once with `weights_only=False`, and save it again with `scaler.state_dict()`.
-# <!-- tests/notebooks/test_08d_loop_and_resume.py -->
+# **The fix.** Save `scaler.state_dict()`, and load it with `scaler.load_state_dict`. Load your old file once with
+# `weights_only=False`, and save it again with `scaler.state_dict()`. For a checkpoint of DeepSpeed, update DeepSpeed,
+# or set `TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1` in the environment. <!-- tests/notebooks/test_08d_loop_and_resume.py -->
 
 # %%
 state = saved_and_loaded({"scaler": scaler.state_dict(), "dtype": torch.float16})
