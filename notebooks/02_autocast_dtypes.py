@@ -74,7 +74,7 @@ assert defaults == [torch.bfloat16] + [torch.float16] * 3
 # | policy | what autocast does | typical ops |
 # |---|---|---|
 # | lower precision | casts the inputs to `low` | `linear`, `conv2d`, `matmul` |
-# | fp32 | casts the inputs to fp32, or [passes `dtype=torch.float32` to the op](https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/autocast_mode.h) | `mse_loss`, `prod`; on a GPU also `exp`, `softmax` and `layer_norm` |
+# | fp32 | casts the inputs to fp32, or [asks the op for an fp32 result](https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/autocast_mode.h) | `mse_loss`, `prod`; on a GPU also `exp`, `softmax` and `layer_norm` |
 # | promote | casts the inputs to fp32 if one of them is fp32 | a few ops that combine tensors, such as `index_copy` and `cat` on a CPU |
 # | (not on the list) | nothing: the op runs in the dtype of its inputs | `relu`, `add`, `mean` |
 #

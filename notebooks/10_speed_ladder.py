@@ -290,8 +290,9 @@ assert list(climbed.samples_s) == list(rungs)  # every rung was timed
 _ = figures.speed_ladder({f"ConvModel, {config['size']}x{config['size']} pixels": bars})
 
 # %% [markdown]
-# On the CPU of this run, AMP alone (rung 1) reaches only part of the expected speed-up. Channels last
-# (rung 2) changes two lines and brings the step much closer to the limit.
+# On the CPU of this run, AMP alone (rung 1) reaches only part of the expected speed-up. Channels last (rung
+# 2) changes two lines and brings the step much closer to the limit. Rungs 3 and 4 hardly change the time
+# there.
 #
 # ## Explain: count the bytes too
 #
@@ -333,7 +334,8 @@ _ = figures.roofline(roofs, limits.memory_bytes_per_s, points)
 
 # %% [markdown]
 # AMP's point lies to the right of the FP32 point, because AMP moves fewer bytes for the same FLOPs. A
-# faster precision raises the flat part of the line, but not the slope.
+# faster precision raises the flat part of the line, but not the slope. Ops under the slope, such as ReLU,
+# gain only because AMP moves fewer bytes.
 #
 # ## Where AMP loses
 #

@@ -332,7 +332,8 @@ for name, found in tries[most].items():
 _ = figures.sent_bytes(bars, most)
 
 # %% [markdown]
-# Each bar shows the bytes of gradients and gathered weights that a rank sends in a step. The next cell checks these ratios:
+# Each bar shows the bytes that a rank sends in a step: weights in all-gather, gradients in all-reduce and
+# reduce-scatter. The next cell checks these ratios:
 #
 # - **Autocast** does not change what DDP sends, because fp32 weights have fp32 gradients.
 # - A bf16 **hook** halves the bytes.
