@@ -312,7 +312,7 @@ exercises.check_needs_scaler(needs_scaler)
 #     return loss.detach()
 # ```
 #
-# Correct the step. Use the scaler, so that the same step would also work in fp16.
+# Correct the step. Use the scaler, so that the step also works if you change the dtype to fp16.
 
 
 # %%

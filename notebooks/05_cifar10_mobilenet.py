@@ -260,12 +260,12 @@ print(f"seeds differ by up to {100 * spread:.1f} points, standard error {100 * e
 # ## Find the slow layers
 #
 # On a CPU, AMP can make MobileNetV2 *slower*. To find the slow layers, we time each kind of convolution
-# separately: the first convolution, and then two kinds:
-# <!-- tests/notebooks/test_05_cifar10_mobilenet.py -->
+# separately: <!-- tests/notebooks/test_05_cifar10_mobilenet.py -->
 #
-# - Its *pointwise* convolutions have 1x1 kernels. Each is a matmul over the channels.
-# - Its *depthwise* convolutions have 3x3 kernels, and each kernel sees a single channel. We time depthwise
-#   convolutions with stride 2 as a third kind.
+# - the *first* convolution;
+# - *pointwise* convolutions, which have 1x1 kernels, so each is a matmul over the channels;
+# - *depthwise* convolutions, which have 3x3 kernels, each of which sees a single channel;
+# - *depthwise* convolutions with *stride 2*.
 #
 # We compare FP32 with one 16-bit precision. TF32 is off for FP32, as in training.
 
