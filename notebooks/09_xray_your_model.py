@@ -257,7 +257,7 @@ _ = figures.dtypes_by_model(grid)
 # The figure has a panel for each model, a column for each backend and a row for each kind of op. Dark
 # fields are fp32. Compare three ops (the next cell checks them):
 #
-# - **`batch_norm`** and the `relu_` after it are fp32 on MPS.
+# - **`batch_norm`** and the `relu_` after it are fp32 on MPS. So the ResNet needs casts before and after each norm.
 # - **`lstm`** is fp32 on MPS.
 # - **`_log_softmax`** in the loss is fp16 on CUDA and MPS, and fp32 on the CPU. The [next
 #   section](#The-surprise-in-cross-entropy) explains why.

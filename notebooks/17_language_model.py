@@ -188,8 +188,8 @@ print(f"two seeds in fp32 differ by up to {between_seeds:.2g}")
 #
 # The vocabulary of Llama 3 has [128,256
 # entries](https://github.com/pytorch/torchtune/blob/main/torchtune/models/llama3/_model_builders.py). The
-# logits have a value for each token and each entry. We call `logits = model(inputs)` and `lm.loss_of(logits, targets)`
-# under bf16 autocast in eager mode. At the peak of the backward pass, four tensors of this shape are in memory:
+# logits have a value for each token and each entry. With `logits = model(inputs)` and `lm.loss_of(logits, targets)`
+# under bf16 autocast in eager mode, four tensors of this size are in memory at the peak of the backward pass:
 #
 # - `logits` in bf16;
 # - the log-softmax in fp32;
@@ -206,8 +206,7 @@ assert 27 < total < 28
 
 # %% [markdown]
 # To save memory, compute the loss **in chunks** of tokens, each in a checkpoint. The backward pass then
-# computes the logits again, one chunk at a time, and frees them. The gradients agree with those of the usual
-# loss up to rounding: <!-- tests/notebooks/test_17_language_model.py -->
+# computes the logits again, one chunk at a time, and frees them: <!-- tests/notebooks/test_17_language_model.py -->
 
 
 # %%
@@ -223,7 +222,7 @@ def chunked_loss(hidden, weight, targets, chunks):
 
 
 # %% [markdown]
-# We compare these gradients with the usual ones, for 1024 tokens and a vocabulary of 8000:
+# The gradients agree with the usual ones up to rounding, here for 1024 tokens and a vocabulary of 8000:
 
 # %%
 torch.manual_seed(0)
