@@ -419,7 +419,7 @@ assert zeros["INT8"] > 0.1 > zeros["INT8, no zero"] == 0
 # [torchao's low-bit optimizers](https://github.com/pytorch/ao/tree/main/torchao/optim) store the state in few
 # bits. The format of `AdamW8bit` has a zero, but also [many numbers close to
 # zero](https://github.com/pytorch/ao/blob/main/torchao/optim/quant_utils.py), so few squares become 0. In your
-# own code, replace only the optimizer. For weights in bf16, set `bf16_stochastic_round=True`:
+# own code, you usually replace only the optimizer. For weights in bf16, set `bf16_stochastic_round=True`:
 #
 # ```python
 # from torchao.optim import AdamW8bit
