@@ -216,9 +216,9 @@ print(f"careless {careless.dtype}, careful {careful.dtype}, back in the block {b
 assert (careless.dtype, careful.dtype, back.dtype) == (low, torch.float32, low)
 
 # %% [markdown]
-# Only the second matmul runs in fp32. `enabled=False` only switches *casting* off, so low-precision inputs
-# are still multiplied in low precision. **An fp32 island needs `.float()` on its 16-bit inputs.** After
-# the `enabled=False` block, autocast casts the inputs of the matmul again.
+# Only the second matmul runs in fp32. `enabled=False` switches off *casting*, so low-precision inputs are
+# still multiplied in low precision. **An fp32 island needs `.float()` on its 16-bit inputs.** After the
+# `enabled=False` block, autocast casts the inputs of the matmul again.
 #
 # ## The cache of weight casts
 #

@@ -146,8 +146,9 @@ assert len(broken.break_reasons) == 1
 # %% [markdown]
 # **Why.** `torch.compile` does not trace the function that the message names, such as `GradScaler.scale`.
 #
-# **The fix.** Call the named function outside the compiled function, and with a scaler also `unscale_`, `step`
-# and `update`. Compile only the model, or the function that computes the loss, including autocast.
+# **The fix.** Call the named function outside the compiled function. With a scaler, also call `unscale_`,
+# `step` and `update` there. Compile only the model, or the function that computes the loss, including
+# autocast.
 
 # %%
 loss_of = torch.compile(lambda h: h.sum(), backend="aot_eager", fullgraph=True)
