@@ -9,8 +9,8 @@
 # %% [markdown]
 # # Repair dtypes that do not match
 #
-# **What you'll do.** Look up a failure by its error message, its symptom, or its code (such as `AMP0018`), which
-# `amp-lab explain` prints.
+# **What you'll do.** Look up a failure by its error message, its symptom, or its code (such as `AMP0018`). The
+# code stands below the heading, and `amp-lab explain` prints it.
 #
 # **What you'll learn.** You will be able to repair these failures:
 # - [A half precision output leaves the block](#A-half-precision-output-leaves-the-block);
@@ -22,8 +22,7 @@
 # - [The input is float64 or an integer](#The-input-is-float64-or-an-integer).
 #
 # **What you need.** You need no GPU. This notebook is a reference, so read only the section that you need.
-# For other failures, see the [index](08_when_amp_breaks.ipynb). The code of a failure, such as `AMP0015`,
-# stands below its heading.
+# For other failures, see the [index](08_when_amp_breaks.ipynb).
 #
 # **The names of dtypes.** Here, *half precision* means fp16 or bf16. In the messages, `Half` is only fp16,
 # `Float` is fp32, `Double` is float64, `Long` is int64 and `Byte` is uint8.
