@@ -373,8 +373,8 @@ assert all(table[name][1] == predicted for name, predicted in here.items())
 # - Parameters and their gradients stay fp32. Results keep their dtype when they leave the block.
 # - One block goes around the forward pass and the loss. `backward()` and `step()` stay outside.
 # - An fp32 island needs `enabled=False`, and `.float()` on its 16-bit inputs.
-# - In training, the cache keeps the casts of trained weights until the block ends. So do not change a
-#   weight inside a block.
+# - In training, the cache keeps the casts of trained weights until the outermost block ends. So do not
+#   change a weight inside a block.
 # - Decorate an autograd function with `custom_fwd` and `custom_bwd`. Then autocast casts in `backward` as
 #   it did in `forward`.
 #
