@@ -22,8 +22,8 @@
 # **What you need.** [Notebook 04](04_fp32_vs_amp.ipynb), for the AMP step. You need no GPU and no data
 # set: if Caltech-256 is missing, the notebook by default generates pictures.
 #
-# The task comes from a tutorial, *Automatic mixed precision training using PyTorch*. It reports these results
-# for ten epochs with 26,802 training images, on a GPU with 6 GiB. We did not measure them:
+# The task comes from a tutorial, *Automatic mixed precision training using PyTorch*. The tutorial reports these
+# results for ten epochs with 26,802 training images, on a GPU with 6 GiB. We did not measure them:
 #
 # | | time | accuracy |
 # |---|---|---|
@@ -75,10 +75,9 @@ with torch.device("meta"):
 #
 # ## A frozen backbone and a new head
 #
-# We use the images of Caltech-256 if they are in `data/`, and pretrained weights if torchvision has them in
-# its cache. If images or weights are missing, we use generated pictures or random weights instead. To fetch
-# them, set `DOWNLOAD` to `True`. The generated pictures are in a temporary folder with the layout of Caltech-256,
-# so they too load as the data set `caltech256`. <!-- tests/train/data/test_downloads.py -->
+# We use the images of Caltech-256 if they are in `data/`. Otherwise we generate pictures in the same layout. We use
+# pretrained weights if torchvision has them in its cache, and random weights otherwise. To fetch what is
+# missing, set `DOWNLOAD` to `True`. <!-- tests/train/data/test_downloads.py -->
 
 # %% tags=["nbval-ignore-output"]
 DOWNLOAD = False  # True: fetch 1.2 GB of photographs and 98 MB of weights where they are missing
@@ -205,12 +204,12 @@ for precision in precisions:
     assert abs(accuracy - fp32_accuracy) <= 3 * 2**0.5 * error
 
 # %% [markdown]
-# The percentage beside a loss is the difference from FP32. One run of each
-# precision cannot show whether a few percent come from the precision or from chance. At the quick scale, the
-# generated pictures have four classes, so a network that only guesses has an accuracy of about 25 %.
+# The percentage beside a loss is the difference from FP32. A difference of a few percent may come from chance,
+# because we trained only once in each precision. At the quick scale, the generated pictures have four classes,
+# so a network that only guesses has an accuracy of about 25 %.
 #
-# Look at the tutorial's table again. How much faster was AMP? Besides the precision, what else differs
-# between the two runs, and how many steps did each run take?
+# Look at the tutorial's table again. How much faster was AMP? What else differs between the two runs? How many
+# steps did each run take?
 
 # %%
 steps_at = {size: -(-26_802 // size) * 10 for size in (256, 512)}  # in ten epochs, rounded up
@@ -218,16 +217,18 @@ print(f"AMP is {68.1 / 61.7:.2f}x as fast; {steps_at[256]} steps in FP32, {steps
 assert steps_at == {256: 1050, 512: 530}
 
 # %% [markdown]
-# The AMP run had twice the batch, so it took about half as many steps. The table therefore does not show
-# what AMP alone does to the accuracy.
+# The AMP run had twice the batch, so it took about half as many steps. The lower accuracy may come from AMP or
+# from the batch: the table does not show which.
 #
 # ## Count the memory of a step
 #
-# Why did FP32 not fit at batch 512? We count bytes. A
-# [`TorchDispatchMode`](https://docs.pytorch.org/docs/stable/notes/extending.html) sees the operations
-# that PyTorch runs inside it and the tensors that they return. Our mode keeps a dictionary of the storages
-# (blocks of memory) of these tensors. An entry disappears when its storage is freed. After each operation, the
-# mode adds up the bytes of all entries, and it remembers the largest sum.
+# Why did FP32 not fit at batch 512? We count bytes, with a
+# [`TorchDispatchMode`](https://docs.pytorch.org/docs/stable/notes/extending.html). It sees the operations
+# that PyTorch runs inside it and the tensors that they return. Our mode does two things:
+#
+# 1. It keeps a dictionary of the *storages* (blocks of memory) of these tensors. When a storage is
+#    freed, its entry disappears.
+# 2. After each operation, it adds up the bytes of all entries and remembers the largest sum.
 # <!-- tests/notebooks/test_06_caltech256_resnet50.py -->
 
 
@@ -320,16 +321,16 @@ assert gib["AMP, batch 512"] < 1.1 * gib["FP32, batch 256"]  # twice the batch, 
 assert 0.85 < gib["FP32, batch 512"] / 6 < 1
 
 # %% [markdown]
-# AMP needs only slightly more memory for 512 images than FP32 needs for 256. FP32 with 512 images takes
-# most of the 6 GiB. Less than 1 GiB is left for memory that we do not count. An operation can
-# allocate memory while it runs, and [CUDA and its
-# libraries](https://docs.pytorch.org/docs/stable/torch_cuda_memory.html) allocate memory outside of PyTorch. So
-# 6 GiB can be too little for FP32 at batch 512.
+# AMP needs only slightly more memory for 512 images than FP32 needs for 256. FP32 with 512 images leaves less
+# than 1 GiB of the 6 GiB. This can be too little, because our count misses two things: the memory that an
+# operation allocates only while it runs, and the memory that [CUDA and its
+# libraries](https://docs.pytorch.org/docs/stable/torch_cuda_memory.html) allocate outside of PyTorch.
 #
 # ## Train the backbone too
 #
-# If we train the backbone too, autograd saves its activations for the backward pass, and every weight has
-# optimizer state. Before you run this: will a step with AMP and 512 images fit into 6 GiB?
+# For a frozen backbone, autograd saves no activations. If we train the backbone too, autograd saves them for the
+# backward pass, and every weight has optimizer state. Before you run this: will a step with AMP and 512 images
+# fit into 6 GiB?
 
 # %%
 unfrozen = {

@@ -26,8 +26,7 @@
 
 # %% [markdown]
 # You can select the Keras backend with an environment variable [before you import
-# Keras](https://keras.io/getting_started/#configuring-your-backend). Here the default is torch. Later we start a
-# process for each backend.
+# Keras](https://keras.io/getting_started/#configuring-your-backend). Here the default is torch.
 
 # %% tags=["nbval-ignore-output"]
 import os
@@ -118,10 +117,10 @@ assert layers.Dense(3).compute_dtype == "float16"
 # CUDA](https://docs.pytorch.org/docs/stable/amp.html#cuda-op-specific-behavior), by default, it runs a matrix
 # multiplication in float16 and a sum in float32. A policy has one compute dtype for a layer.
 #
-# So under `mixed_float16`, a layer that you write computes in float16 by default. Keras's batch normalization
-# [casts its input to
+# So under `mixed_float16`, a layer that you write computes in float16 by default. Squares of large inputs then
+# overflow. Keras's batch normalization squares its input too, but [casts it to
 # float32](https://github.com/keras-team/keras/blob/master/keras/src/layers/normalization/batch_normalization.py)
-# before it squares the input to compute the variance. We compare it with a layer of our own:
+# first. We compare both:
 
 
 # %%
@@ -148,9 +147,9 @@ assert ops.all(ops.isfinite(Energy(dtype="float32")(far)))
 #
 # ## Keep the last layer in float32
 #
-# A sigmoid under `mixed_float16` passes a float16 probability to the loss. A logit of 8.5 has the probability
-# 0.9998. The largest float16 number below 1 is about 0.9995, so this probability is rounded to 1. We compute the loss
-# of this prediction for the target 1, where it is right, and for the target 0, where it is wrong:
+# A sigmoid under `mixed_float16` passes a float16 probability to the loss. For example, a logit of 8.5 has the
+# probability 0.9998. In float16, this probability is rounded to 1. We compute the loss for the target 1 (a right
+# prediction) and for the target 0 (a wrong prediction):
 
 # %%
 from_probability = keras.losses.BinaryCrossentropy()
@@ -201,9 +200,8 @@ for name in POLICIES[:3]:
     assert (kind == "LossScaleOptimizer") == (name == "mixed_float16")
 
 # %% [markdown]
-# To train without a loss scale, pass `auto_scale_loss=False`. You can also lose the loss scale by accident: if
-# you set the policy only on the layers, the model still has the global policy, which the next cell sets to
-# `float32`.
+# To train without a loss scale, pass `auto_scale_loss=False`. You can also lose the loss scale by accident, if
+# only the layers have the policy `mixed_float16`. The model itself then has the global policy, here `float32`:
 
 # %%
 print("on purpose:", optimizer_of(new_head(), auto_scale_loss=False))
@@ -232,9 +230,14 @@ assert torch.amp.GradScaler("cpu").get_growth_interval() == by_layer.optimizer.d
 #
 # ## Write the step
 #
-# In a custom `train_step` with a `LossScaleOptimizer`, you multiply the loss by the scale, compute the gradients
-# of the *scaled* loss, and pass them to `apply`. If `apply` finds inf or NaN, it skips the step. Otherwise it
-# divides the gradients by the scale and passes them to the inner optimizer. On torch:
+# A custom `train_step` with a `LossScaleOptimizer` has three parts:
+#
+# 1. Multiply the loss by the scale, with `scale_loss`.
+# 2. Compute the gradients of the *scaled* loss.
+# 3. Pass these gradients to `apply`. If it finds inf or NaN, it skips the step. Otherwise it divides the
+#    gradients by the scale and passes them to the inner optimizer.
+#
+# On torch:
 
 
 # %%
@@ -347,11 +350,10 @@ for backend, record in trained.items():
 #
 # ## A mistake in a custom step
 #
-# In Keras 3, `apply` of a `LossScaleOptimizer` divides the gradients by the scale, even if they are not
-# scaled. There is no error.
-# Gradients are not scaled if you forget `scale_loss`, or if you divide them yourself, as code for
-# TensorFlow 2.x does. We compare how far a weight moves with a scaled gradient and with one that is not
-# scaled:
+# In Keras 3, `apply` of a `LossScaleOptimizer` divides the gradients by the scale, even if they are not scaled.
+# So you make a mistake if you forget `scale_loss`, or if you divide the gradients yourself, as code for
+# TensorFlow 2.x does. There is no error. We compare how far a weight moves with a scaled gradient and with one
+# that is not scaled:
 
 # %%
 gradient = ops.convert_to_tensor([0.5])
@@ -366,9 +368,9 @@ for kind, rate in ((keras.optimizers.SGD, 1.0), (keras.optimizers.Adam, 0.1)):
     assert abs(ratio / 2.0**15 - 1) < 0.01 if kind is keras.optimizers.SGD else 1 < ratio < 2
 
 # %% [markdown]
-# With SGD, the step without scaling is 2¹⁵ times too short. Adam adds its `epsilon` to a number
-# that is now 2¹⁵ times too small, so its step is 0.08 instead of 0.1 for this large gradient. For a gradient of
-# 0.001, Adam's first step is about 100 times too short.
+# With SGD, the step without scaling is 2¹⁵ times too short. With Adam, the step of this large gradient is 0.08
+# instead of 0.1. Adam's `epsilon` shortens the steps of small gradients more: for a gradient of 0.001, Adam's
+# first step is about 100 times too short.
 # <!-- tests/notebooks/test_12_keras.py -->
 #
 # ## The names of TensorFlow 2.x (optional)
