@@ -174,9 +174,9 @@ print(added)
 assert added[0].isnan().all()
 
 # %% [markdown]
-# **Why.** The constant, often -1e9, lies outside the range of the tensor's dtype. In eager mode, `masked_fill`
-# refuses it. In fp16, addition, `torch.where` and `scores[0, 0] = -1e9` give -inf instead, and the softmax of a row
-# of -inf is NaN. <!-- tests/notebooks/test_08a_values.py -->
+# **Why.** The constant, often -1e9, lies outside the range of the tensor's dtype. In eager mode, `masked_fill` on a
+# CPU or CUDA GPU refuses it. In fp16, addition, `torch.where` and `scores[0, 0] = -1e9` give -inf instead, and the
+# softmax of a row of -inf is NaN. <!-- tests/notebooks/test_08a_values.py -->
 #
 # **The fix.** Use a constant that fits: for a mask `torch.finfo(scores.dtype).min`, the lowest finite number of the
 # dtype.
@@ -308,8 +308,8 @@ assert probabilities.isnan().all()
 assert probabilities.argmax() == 0  # so greedy decoding chooses token 0
 
 # %% [markdown]
-# **Why.** The logits are inf or NaN, for example because the model was trained in bf16 and its hidden values overflow
-# in fp16. Finite 16-bit probabilities can also fail the check of `Simplex()`, because their sum is rounded.
+# **Why.** The logits are usually inf or NaN, for example because the model was trained in bf16 and its hidden values
+# overflow in fp16. Finite 16-bit probabilities can also fail the check of `Simplex()`, because their sum is rounded.
 # <!-- tests/notebooks/test_08a_values.py -->
 #
 # **The fix.** Load the model in the dtype in which it was trained, such as `dtype=torch.bfloat16`; on a GPU without

@@ -280,8 +280,8 @@ assert pointless[-1] < max(pointless)  # it skips steps, too
 # it becomes 65536, which is more than 65504, the largest number of fp16. The scaler then skips the step and halves the scale. In bf16 the scale grows almost to
 # the largest number of fp32 before the scaler skips a step. <!-- tests/notebooks/test_08b_learning.py -->
 #
-# **Why.** bf16 has nearly the range of fp32, so gradients rarely overflow and the scale keeps growing. Without
-# `dtype=`, autocast by default uses fp16 on a CUDA GPU and bf16 on a CPU.
+# **Why.** bf16 has nearly the range of fp32, so gradients rarely overflow and the scale of a `GradScaler` keeps
+# growing. Without `dtype=`, autocast by default uses fp16 on a CUDA GPU and bf16 on a CPU.
 #
 # **The fix.** Define the dtype in one place, pass it to autocast, and enable the scaler only for fp16:
 # `GradScaler(enabled=(dtype is torch.float16))`.

@@ -127,8 +127,8 @@ scaler.step(torch.optim.SGD(adapted[1].parameters(), lr=0.1))
 assert adapted[1].weight.grad.dtype is torch.float32
 
 # %% [markdown]
-# **Not this.** Do not change `allow_fp16` to `True` in the source of `GradScaler`. Then small gradients
-# become zero when they are divided by the scale. <!-- tests/notebooks/test_08c_scaler.py -->
+# **Not this.** Do not change `allow_fp16` to `True` in the source of `GradScaler`: small gradients then become zero
+# when they are divided by the scale. <!-- tests/notebooks/test_08c_scaler.py -->
 
 # %% [markdown]
 # ## Gradients are unscaled twice
@@ -330,8 +330,8 @@ assert len(set(messages.values())) == 7
 
 # %% [markdown]
 # **Why.** For every optimizer step, an enabled scaler expects `scale`, then `unscale_` if you clip, then `step`, and
-# at the end `update`. It refuses a call that comes too early, and a second `unscale_` or `step`. You cannot pickle it
-# between `step` and `update`.
+# at the end `update`. It can refuse a call that comes too early, and refuses a second `unscale_` or `step`. You
+# cannot pickle it between `step` and `update`.
 #
 # **The fix.** For [every optimizer step](https://docs.pytorch.org/docs/stable/notes/amp_examples.html), call
 # `scaler.scale(loss).backward()` for each batch, `scaler.unscale_(optimizer)` if you clip, `scaler.step(optimizer)`

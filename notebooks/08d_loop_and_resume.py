@@ -491,9 +491,8 @@ print(message[message.index(refused) :].partition(" Please")[0])
 
 # %% [markdown]
 # **Why.** The checkpoint contains the scaler object instead of its `state_dict()`. [From PyTorch 2.6
-# on](https://docs.pytorch.org/docs/stable/notes/serialization.html#weights-only), `torch.load` by default
-# reads only a few types, such as tensors, numbers, strings and containers. Loading other objects could run
-# code.
+# on](https://docs.pytorch.org/docs/stable/notes/serialization.html#weights-only), `torch.load` by default reads only
+# a few types, such as tensors, numbers, strings and containers.
 #
 # **The fix.** Save `scaler.state_dict()`, and load it with `scaler.load_state_dict`. Load your old file once with
 # `weights_only=False`, and save it again with `scaler.state_dict()`. For a checkpoint of DeepSpeed, update DeepSpeed,

@@ -252,6 +252,17 @@ def test_a_full_evaluation_leaves_the_model_in_bf16(tmp_path):
     assert trainer.model.dtype is BF16
 
 
+def test_an_evaluation_with_bf16_runs_under_autocast_and_casts_no_weight(tmp_path):
+    """AMP0265."""
+    model, seen = llama(), set()
+    model.model.layers[0].mlp.up_proj.register_forward_hook(
+        lambda _layer, _inputs, output: seen.add(output.dtype)
+    )
+    trainer_of(model, tmp_path, bf16=True).evaluate()
+    assert seen == {BF16}
+    assert model.dtype is FP32
+
+
 # Refusals
 
 

@@ -334,6 +334,7 @@ def test_lightning_refuses_lbfgs(mixed):
     optimizer = torch.optim.LBFGS(nn.Linear(1, 1).parameters())
     with pytest.raises(Exception, match="AMP and the LBFGS optimizer are not compatible"):
         mixed().optimizer_step(optimizer, model=None, closure=None)
+    assert mixed("bf16-mixed").scaler is None  # so it takes the step of its base
 
 
 def test_a_fused_optimizer_can_be_clipped_in_a_loop():
