@@ -237,8 +237,8 @@ for dtype in HALF:
 # `x.to(next(model.parameters()).dtype)`. For training, keep the weights in fp32 and use autocast. If `forward`
 # creates a tensor, give it the dtype and the device of the tensor that you combine it with.
 #
-# **Not this.** Do not cast the whole batch to half precision. The batch may contain integer ids and labels,
-# and fp16 rounds an id of 2049 to 2048.
+# **Not this.** Do not cast integer ids and labels to half precision with the rest of the batch: fp16 rounds an
+# id of 2049 to 2048.
 
 # %%
 loaded = layers().half()
@@ -395,9 +395,8 @@ assert "expected scalar type Half but found Float" in message
 # **Why.** The custom `forward` runs inside the autocast block, but `backward` runs outside, where autocast does not
 # cast. So an op in `backward` gets an fp16 gradient and an fp32 tensor that `forward` saved.
 #
-# **The fix.** Decorate `forward` with `torch.amp.custom_fwd` and `backward` with `torch.amp.custom_bwd`. Then
-# `backward` runs under autocast if `forward` did. For a kernel that supports only fp32, pass
-# `cast_inputs=torch.float32` to `custom_fwd`, and let `forward` [return
+# **The fix.** Decorate `forward` with `torch.amp.custom_fwd` and `backward` with `torch.amp.custom_bwd`. For a
+# kernel that supports only fp32, pass `cast_inputs=torch.float32` to `custom_fwd`, and let `forward` [return
 # fp32](02_autocast_dtypes.ipynb#Your-own-autograd-functions).
 
 
@@ -503,7 +502,7 @@ assert "Unexpected floating ScalarType in at::autocast::prioritize" in messages[
 # autocast block. If you nest an fp16 and a bf16 block on purpose, open the inner block with
 # `cache_enabled=False`.
 #
-# **Not this.** Do not convert a bf16 model to fp16 to make the dtypes match. Weights and
+# **Not this.** Do not convert a bf16 model to fp16 to make the dtypes match: weights and
 # [activations](08a_values.ipynb#The-loss-is-NaN-because-an-activation-exceeds-65504) of 65520 or more become
 # infinite.
 
@@ -591,8 +590,8 @@ assert "but got Double and BFloat16" in message
 # **The fix.** Convert the input where you load it, with `torch.from_numpy(array).float()`. Convert the class
 # targets of `cross_entropy` with `.long()`.
 #
-# **Not this.** Do not call `model.double()` or `torch.set_default_dtype(torch.float64)`. Autocast does not cast
-# float64, so float64 layers do not run in half precision.
+# **Not this.** Do not call `model.double()` or `torch.set_default_dtype(torch.float64)`: float64 layers do not
+# run in half precision.
 
 # %%
 for array in (x.double().numpy(), x.long().numpy(), x.byte().numpy()):

@@ -79,18 +79,18 @@ if torch.cuda.is_available():  # the real thing
         assert message in message_of(lambda: nn.BCELoss()(p, p))
 
 # %% [markdown]
-# **Why.** For one element with a target of 1 and a small probability p, the gradient of this loss is -1/p. If p
-# is in fp16, its gradient is in fp16 too, where -1/p can overflow. For this reason, autocast on CUDA and XPU
-# [refuses the loss](https://docs.pytorch.org/docs/stable/amp.html), even for fp32 inputs.
+# **Why.** For a target of 1 and a small probability p in fp16, the gradient -1/p can overflow. For this reason,
+# autocast on CUDA and XPU [refuses the loss](https://docs.pytorch.org/docs/stable/amp.html), even for fp32
+# inputs.
 #
 # **The fix.** Remove the sigmoid, and pass the logits to `nn.BCEWithLogitsLoss`. Where you need probabilities,
 # compute them with `logits.float().sigmoid()`. If you must keep `nn.BCELoss`, pass it these fp32 probabilities
 # inside `with torch.autocast(device_type, enabled=False):`. <!-- tests/notebooks/test_08f_ops_and_devices.py
 # -->
 #
-# **Not this.** Do not pass probabilities to `nn.BCEWithLogitsLoss`, which applies a second sigmoid. The
-# message disappears, but even a perfect prediction has a loss of at least 0.31. `.float()` after the
-# sigmoid does not help either: the gradient of its fp16 output is in fp16 again, where it can overflow.
+# **Not this.** Do not pass probabilities to `nn.BCEWithLogitsLoss`, which applies a second sigmoid: even a
+# perfect prediction then has a loss of at least 0.31. `.float()` after an fp16 sigmoid does not help either:
+# the gradient of its output is in fp16 again.
 
 # %%
 with cuda_rules():
@@ -172,8 +172,7 @@ with cuda_rules():
 # matmul to 16 bits again.
 #
 # **Not this.** Before a Cholesky decomposition, do not compute the covariance matrix in 16 bits and cast it
-# afterwards: the rounded matrix may no longer be positive definite. Switch autocast off and call `.float()` before
-# the matmul.
+# afterwards: the rounded matrix may no longer be positive definite.
 
 # %%
 for op in (torch.linalg.det, torch.linalg.inv):
@@ -386,10 +385,10 @@ with without_bf16:
 
 # %% [markdown]
 # **Not this.** Do not choose bf16 because `torch.cuda.is_bf16_supported()` returns True: it also returns True
-# on a GPU that only emulates bf16. On an NVIDIA GPU, pass `including_emulation=False`.
-# <!-- tests/notebooks/test_19_choose_your_precision.py --> On an AMD GPU, the function can return True in spite
-# of this argument ([on an RX 6600](https://github.com/unslothai/unsloth/pull/7682)). Look up its architecture in
-# [AMD's table](https://rocm.docs.amd.com/projects/HIP/en/docs-6.3.2/reference/hardware_features.html).
+# on a GPU that only emulates bf16. On an NVIDIA GPU, pass `including_emulation=False`. <!--
+# tests/notebooks/test_19_choose_your_precision.py --> On an AMD GPU, look in [AMD's
+# table](https://rocm.docs.amd.com/projects/HIP/en/docs-6.3.2/reference/hardware_features.html): the function
+# can return True in spite of this argument ([on an RX 6600](https://github.com/unslothai/unsloth/pull/7682)).
 #
 # **Notice it earlier.** To measure which dtypes are fast on your GPU, run `amp-lab doctor`.
 # <!-- tests/core/test_device.py -->
@@ -434,9 +433,9 @@ if torch.cuda.is_available():
     assert "cuFFT only supports dimensions whose sizes are powers of two" in on_cuda
 
 # %% [markdown]
-# **Why.** On CUDA, autocast does not cast the input of an FFT. So the FFT gets a 16-bit input if the layer before
-# it returns one. cuFFT, NVIDIA's FFT library, has fp16 kernels only for sizes that are powers of two. PyTorch has no
-# 16-bit FFT kernels for a CPU. <!-- tests/notebooks/test_08f_ops_and_devices.py -->
+# **Why.** On CUDA, autocast does not cast the input of an FFT, which can be the 16-bit output of a layer.
+# cuFFT, NVIDIA's FFT library, has fp16 kernels only for sizes that are powers of two. PyTorch has no 16-bit FFT
+# kernels for a CPU. <!-- tests/notebooks/test_08f_ops_and_devices.py -->
 #
 # `torch.stft` calls the same kernels. On CUDA, an fp16 `torch.fft.rfft` returns complex numbers with two fp16 parts
 # (`ComplexHalf`). CUDA has no matmul for these numbers. <!-- tests/tracing/test_kernel_limits.py -->
@@ -449,8 +448,8 @@ if torch.cuda.is_available():
 # `.float()` on the module that computes the spectrogram.
 # <!-- tests/notebooks/test_08f_ops_and_devices.py -->
 #
-# **Not this.** Do not pad the signal to a power of two only to stay in fp16. Powers easily become too large
-# for fp16: a signal of 512 ones already has a power of 262144.
+# **Not this.** Do not pad the signal to a power of two only to stay in fp16: a signal of 512 ones already has a
+# power of 262144, which is too large for fp16.
 
 # %%
 assert torch.fft.rfft(signal.half().float()).dtype is torch.complex64
@@ -548,9 +547,9 @@ assert q.dtype is torch.float32
 
 # %% [markdown]
 # **Why.** This kernel takes only fp16 and bf16, and autocast does not cast the inputs of [`flash-attn`'s
-# functions](https://github.com/Dao-AILab/flash-attention/blob/main/flash_attn/flash_attn_interface.py). One usual
-# cause is an fp32 model that runs without autocast. Another cause is a norm or a rotary embedding that returns q
-# and k in fp32, even under autocast.
+# functions](https://github.com/Dao-AILab/flash-attention/blob/main/flash_attn/flash_attn_interface.py). Usually
+# an fp32 model runs without autocast, or a norm or a rotary embedding returns q and k in fp32, even under
+# autocast.
 #
 # **The fix.** Cast q, k and v to one 16-bit dtype (fp16 before Ampere) right before the call. Or call
 # `F.scaled_dot_product_attention` under autocast, which casts q, k and v. For inference with transformers, load the
@@ -564,8 +563,7 @@ with torch.autocast("cpu", dtype=torch.bfloat16):
 
 # %% [markdown]
 # **Not this.** Do not train a model after `.half()` or `.bfloat16()` only to silence this message: [small
-# updates then round away](08b_learning.ipynb#Half-precision-weights-stop-moving). Train fp32 weights under
-# autocast.
+# updates then round away](08b_learning.ipynb#Half-precision-weights-stop-moving).
 
 
 # %% [markdown]
@@ -612,7 +610,7 @@ tokens = torch.rand(1, 2, 16, 64)  # batch, heads, tokens, features
 print(message_of(lambda: xray(FlashOnly(), tokens, dtype=torch.float32)).split(";")[0])
 
 # %% [markdown]
-# **Why.** PyTorch has several kernels for attention. None of the allowed ones supports this call. On NVIDIA GPUs,
+# **Why.** None of the allowed attention kernels supports this call. On NVIDIA GPUs,
 # PyTorch's own flash attention and cuDNN kernels need an Ampere GPU or newer, and support only fp16 and bf16. If
 # training works, the cause is often a call outside autocast, with fp32 inputs, for example in the evaluation.
 #

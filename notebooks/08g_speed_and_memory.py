@@ -84,16 +84,16 @@ assert ("CUDA is not available" in warned) is not torch.cuda.is_available()
 assert "In CPU autocast, but the target dtype is not supported." in wrong_dtype
 
 # %% [markdown]
-# **Why.** You ask for CUDA and PyTorch sees no GPU, or autocast on another device does not support your
-# dtype. Autocast then switches itself off with a warning, and training goes on in fp32. Without a GPU, a
-# scaler for CUDA does the same.
+# **Why.** You ask for CUDA and PyTorch sees no GPU or you imported `torch_xla`, or autocast on another device
+# does not support your dtype. Autocast then switches itself off with a warning, and training goes on in fp32.
+# Without a GPU, a scaler for CUDA does the same.
 #
 # For `"xpu"` and `"mps"` there is no warning if the device is missing. Autocast and the scaler stay
 # enabled, but autocast leaves tensors on the CPU in fp32. <!-- tests/notebooks/test_08g_speed_and_memory.py -->
 #
-# **The fix.** Pass the device of the tensors, and fp16 or bf16: `torch.autocast(x.device.type,
-# dtype=torch.bfloat16)`. If `torch.cuda.is_available()` is False on a machine with an NVIDIA or AMD GPU,
-# install a build of PyTorch that fits the GPU and its driver.
+# **The fix.** Pass the device of the tensors, and fp16 or bf16 (on a CPU with an older torch bf16):
+# `torch.autocast(x.device.type, dtype=torch.bfloat16)`. If `torch.cuda.is_available()` is False on a machine
+# with an NVIDIA or AMD GPU, install a build of PyTorch that fits the GPU and its driver.
 #
 # **Not this.** `warnings.filterwarnings("ignore")` hides the warning, but autocast stays off.
 
@@ -229,11 +229,10 @@ assert (plain.ops, amp.ops, amp.casts) == (5, 16, 11)
 # - **The clock** was read [before the GPU had finished](04_fp32_vs_amp.ipynb#How-not-to-measure).
 #
 # **The fix.** Time one step in each precision, on a batch that is already on the GPU. If AMP is faster on this
-# batch, make the data loader faster. If AMP is not faster, use larger batches and the dtype that `amp-lab doctor`
-# recommends. For inference, cast the weights once. [Notebook 10](10_speed_ladder.ipynb#Where-AMP-loses)
-# measures at which sizes AMP is faster. <!-- tests/cli/test_cli.py -->
+# batch, make the data loader faster. If AMP is not faster, use larger batches and the dtype that `amp-lab
+# doctor` recommends. For inference, cast the weights once. <!-- tests/cli/test_cli.py -->
 #
-# **Not this.** Do not call `model.half()` before training to avoid the casts. fp16 weights lose small updates.
+# **Not this.** Do not call `model.half()` before training to avoid the casts: fp16 weights lose small updates.
 
 # %%
 frozen = nn.Linear(16, 16).requires_grad_(False)
@@ -259,8 +258,6 @@ assert torch.tensor(1.0).half() + 1e-4 == 1  # an update of an fp16 weight
 #   "fine-tuning a transformer with fp16 takes more GPU memory than in fp32",
 #   "are gradients stored in 2 or 4 bytes per parameter under AMP",
 #   "the VRAM is as full as before with the fp16 switch",
-#   "with LoRA and pure bf16 the GPUs are fuller than the readme says",
-#   "reducing VRAM: fp16 instead of bf16 saves nothing",
 #   "with precision bf16 the parameters print as float32 and the memory saving is small",
 #   "fp16 reduces the memory by a few percent only",
 # ]
@@ -300,7 +297,7 @@ assert amp > 50 * fp32
 # memory, use gradient checkpointing. If weights and Adam's state fill the memory, use an optimizer with
 # less state, LoRA or sharding (FSDP). <!-- tests/remedies/test_memory_remedies.py -->
 #
-# **Not this.** Do not train with `model.bfloat16()` to save memory. PyTorch's optimizers then round small
+# **Not this.** Do not train with `model.bfloat16()` to save memory: PyTorch's optimizers then round small
 # updates away ([notebook 16](16_low_precision_state.ipynb#Weights-in-bf16)).
 
 # %%
@@ -430,8 +427,8 @@ print(message_of(lambda: product_shape(32, 64, 50257)))
 print(message_of(lambda: torch._scaled_grouped_mm(fp8(32, 100), fp8(64, 100).T, *scales)))
 
 # %% [markdown]
-# **Why.** In FP8, PyTorch's matmul for CUDA refuses inner sizes and numbers of columns that are not multiples
-# of 16. In fp16 and bf16, an ordinary matmul runs with other sizes, but may be slower.
+# **Why.** An FP8 matmul refuses sizes that are not multiples of a certain number, often 16. In fp16 and bf16,
+# an ordinary matmul runs with other sizes, but may be slower.
 #
 # NVIDIA
 # [recommends](https://docs.nvidia.com/deeplearning/performance/dl-performance-matrix-multiplication/index.html#requirements-tc)
@@ -507,9 +504,9 @@ assert peak_of(4096) > memory
 assert torch.cuda.OutOfMemoryError is torch.OutOfMemoryError
 
 # %% [markdown]
-# **Why.** The peak of a step does not fit into GPU memory. Weights stay there all the time, and Adam's
-# state from the first step on. By default, activations stay until `backward`, and gradients until `zero_grad`.
-# <!-- tests/notebooks/test_08g_speed_and_memory.py -->
+# **Why.** The peak of a step does not fit into the free memory of the device. Weights stay there all the time,
+# and Adam's state from the first step on. By default, activations stay until `backward`, and gradients until
+# `zero_grad`. <!-- tests/notebooks/test_08g_speed_and_memory.py -->
 #
 # Where the error appears suggests what is too large:
 # - **In the forward or backward pass**: the activations, so the batch, image or sequence is too large.
@@ -521,9 +518,10 @@ assert torch.cuda.OutOfMemoryError is torch.OutOfMemoryError
 #   names](../docs/memory_in_practice.md#pytorch_cuda_alloc_conf-or-pytorch_alloc_conf)).
 #
 # **The fix.** Use a smaller batch and accumulate gradients: divide each loss by the number of batches in a
-# step. You can also use gradient checkpointing. Load checkpoints with `map_location="cpu"`. `amp-lab memory
-# my_model.py:MODEL --input 8,3,224,224 --memory 24GiB` forecasts the largest batch. If the step does not fit, the
-# command also says how much other settings save. <!-- tests/tracing/test_largest_batch.py --> <!-- tests/remedies/test_memory_remedies.py -->
+# step. Or use gradient checkpointing. Load checkpoints with `map_location="cpu"`. `amp-lab memory
+# my_model.py:MODEL --input 8,3,224,224 --memory 24GiB` forecasts the largest batch, and if nothing fits, how
+# much other settings save. <!-- tests/tracing/test_largest_batch.py --> <!--
+# tests/remedies/test_memory_remedies.py -->
 #
 # **Not this.** `torch.cuda.empty_cache()` in each step gives your process no more memory, because PyTorch
 # [already reuses what it has
@@ -598,7 +596,7 @@ assert losses > numbers == 0
 # Trainer](https://huggingface.co/docs/transformers/main_classes/trainer) set `eval_accumulation_steps`, or reduce
 # the logits in `preprocess_logits_for_metrics`.
 #
-# **Not this.** `model.eval()` alone still builds a graph.
+# **Not this.** `model.eval()` alone does not stop PyTorch from building graphs.
 
 # %%
 assert held_by(lambda logits: logits.mean().backward() or logits) == 0

@@ -255,8 +255,8 @@ assert all("mix of the legacy and new APIs" in message for message in messages)
 
 # %% [markdown]
 # **Why.** PyTorch has old names (`allow_tf32`) and new names (`fp32_precision`) for its [TF32
-# switches](19_choose_your_precision.ipynb#What-fp32-means). Setting a new name does not change the old one.
-# If the two contradict each other, reading the old name raises an error.
+# switches](19_choose_your_precision.ipynb#What-fp32-means). Setting a new name does not change the old one, and
+# if the two contradict each other, reading the old name raises an error.
 #
 # **The fix.** Set TF32 for matmuls with `torch.set_float32_matmul_precision`, which changes the old and the new
 # name, and for convolutions with `torch.backends.cudnn.allow_tf32`. Do not set `fp32_precision` while any
@@ -481,8 +481,8 @@ with group_of_one():
     assert run_sharded(model).dtype is torch.bfloat16
 
 # %% [markdown]
-# **Not this.** `model.to(torch.bfloat16)` also removes the message. But then there are no fp32 master
-# weights, and plain optimizers lose small updates.
+# **Not this.** `model.to(torch.bfloat16)` also removes the message, but plain optimizers then lose small
+# updates.
 
 # %%
 one = torch.tensor(1.0).bfloat16()
