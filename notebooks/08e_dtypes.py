@@ -316,9 +316,9 @@ WRITES = [
 assert len(refusals([lambda write=write: filled(write) for write in WRITES])) == len(WRITES)
 
 # %% [markdown]
-# **Why.** By default, `torch.zeros` creates an fp32 tensor even under autocast, but the values that you write into this
-# tensor are in half precision. Autocast does not cast the inputs of an op that writes into an existing
-# tensor.
+# **Why.** The buffer and the values that you write into it have different dtypes. For example, `torch.zeros`
+# creates an fp32 tensor even under autocast, but the values are in half precision. Autocast does not cast the
+# inputs of an op that writes into an existing tensor.
 #
 # `masked_scatter`, `scatter` and `index_add` return a new tensor. They raise the error too, because
 # autocast has no rule for these three ops. The error also comes if `index_add_` writes an fp32 tensor into a
@@ -392,12 +392,13 @@ print(message)
 assert "expected scalar type Half but found Float" in message
 
 # %% [markdown]
-# **Why.** The custom `forward` runs inside the autocast block, but `backward` runs outside, where autocast does not
-# cast. So an op in `backward` gets an fp16 gradient and an fp32 tensor that `forward` saved.
+# **Why.** The custom `forward` runs inside the autocast block, but `backward` runs outside, where autocast does
+# not cast. So an op in `backward` gets an fp16 gradient and an fp32 tensor that `forward` saved. Or you
+# decorated only `backward` (`_fwd_used_autocast`).
 #
 # **The fix.** Decorate `forward` with `torch.amp.custom_fwd` and `backward` with `torch.amp.custom_bwd`. For a
-# kernel that supports only fp32, pass `cast_inputs=torch.float32` to `custom_fwd`, and let `forward` [return
-# fp32](02_autocast_dtypes.ipynb#Your-own-autograd-functions).
+# kernel that supports only fp32, or that autocast does not cast for (Triton), pass `cast_inputs=torch.float32`
+# to `custom_fwd`, and let `forward` [return fp32](02_autocast_dtypes.ipynb#Your-own-autograd-functions).
 
 
 # %%
@@ -583,12 +584,13 @@ with torch.autocast("cpu", dtype=torch.bfloat16):
 assert "but got Double and BFloat16" in message
 
 # %% [markdown]
-# **Why.** The input is float64 or an integer, but the weights are fp32. Or the class targets of `cross_entropy`
-# are floats. `torch.from_numpy` keeps the dtype of the array. NumPy's floating-point arrays are float64 by default.
-# Autocast does not cast float64 or integers. <!-- tests/notebooks/test_02_autocast_dtypes.py -->
+# **Why.** A tensor, often the input, is float64 or an integer, but the op needs another dtype, such as that of
+# the weights. Or the class targets of `cross_entropy` are not int64. NumPy's floating-point arrays are float64
+# by default, and `torch.from_numpy` keeps this dtype. Autocast does not cast float64 or integers. <!--
+# tests/notebooks/test_02_autocast_dtypes.py -->
 #
-# **The fix.** Convert the input where you load it, with `torch.from_numpy(array).float()`. Convert the class
-# targets of `cross_entropy` with `.long()`.
+# **The fix.** Convert the tensor where you load or create it, with `.float()`, as in
+# `torch.from_numpy(array).float()`. Convert the class targets of `cross_entropy` with `.long()`.
 #
 # **Not this.** Do not call `model.double()` or `torch.set_default_dtype(torch.float64)`: float64 layers do not
 # run in half precision.
