@@ -488,8 +488,8 @@ assert abs(before - found[False]) > 0.1  # it had a different model before
 #
 # ## Exercises
 #
-# Replace the dots with your answer and run the cell. It says whether the answer is right and, if not,
-# why. A hint and a solution are folded below each exercise. None of them starts a process.
+# Replace the dots with your answer and run the cell to check it. A hint and a solution are folded below
+# each exercise. None of them starts a process.
 # <!-- tests/notebooks/test_exercises.py -->
 
 # %%
