@@ -49,7 +49,7 @@ def check_round_stochastically(round_stochastically: Callable[[torch.Tensor], An
             abs(mean - value) < 0.02,
             f"{value} becomes {mean:.2f} on average over 20,000 values.",
         )
-    return "On average nothing is lost, which is all that a weight needs."
+    return "On average nothing is lost."
 
 
 @exercise

@@ -33,7 +33,7 @@ _CASES = {
     "train a ResNet on a T4": _Case(
         "t4",
         "train",
-        "a T4 multiplies fp16 alone fast, and small gradients vanish in it without a scaler",
+        "a T4 multiplies fp16 alone fast, and small gradients can vanish without a scaler",
     ),
     "train a GPT on an A100": _Case("a100", "train", "an A100 has bf16, and training needs range"),
     "serve a BERT, trained in fp32, on a V100": _Case(
@@ -43,7 +43,7 @@ _CASES = {
         "rtx-4090", "infer", "it has bf16, and serving casts once"
     ),
     "train a U-Net on a GTX 1660": _Case(
-        "gtx-1660", "train", "it has no tensor cores, and fp16 gives NaN there"
+        "gtx-1660", "train", "it has no tensor cores, and fp16 can give NaN there"
     ),
     "solve an ill-conditioned system on an H100": _Case(
         "h100", "exact", "every digit counts, and TF32 keeps 11 bits"
