@@ -419,8 +419,8 @@ for wrong in ({"dynamic": False}, {"loss_scale": "dynamic"}):
 #
 # ## Exercises
 #
-# Replace the dots with your answer and run the cell. It says whether the answer is right and, if not,
-# why. A hint and a solution are folded below each exercise. <!-- tests/notebooks/test_exercises.py -->
+# Replace the dots with your answer and run the cell to check it. A hint and a solution are folded below
+# each exercise. <!-- tests/notebooks/test_exercises.py -->
 
 # %%
 from course.exercises import checks_of
