@@ -268,13 +268,13 @@ assert not in_fp16.isfinite().all()
 #
 # ## What other frameworks call it
 #
-# Without DeepSpeed, other frameworks have three kinds of settings:
+# Other frameworks have three kinds of settings:
 #
-# - **Mixed**, such as `bf16-mixed`, usually means autocast. The weights keep their dtype, which is fp32 unless you
-#   load them in 16 bits.
+# - **Mixed**, such as `bf16-mixed`, usually means autocast. Then the weights keep their dtype, which is fp32 unless
+#   you load them in 16 bits.
 # - **True**, such as `bf16-true`, means that the weights are cast, here to bf16. Then the gradients and the state
 #   of torch's AdamW are in bf16 too.
-# - **Only a dtype**, such as `bf16=True`, can mean either. In transformers, it means mixed. In
+# - **Only a dtype**, such as `bf16=True`, can mean either. In transformers (without DeepSpeed), it means mixed. In
 #   [torchtune](https://docs.pytorch.org/torchtune/stable/tutorials/memory_optimizations.html) and Keras, it means
 #   true.
 #
@@ -372,8 +372,8 @@ assert set(rows["model.to(bfloat16)"]) == {"bfloat16"}
 #   these modes, use `torch.set_float32_matmul_precision` for matmuls and `torch.backends.cudnn.allow_tf32` for
 #   convolutions.
 # - Before you cast a bf16 model to fp16, look at its largest values.
-# - Without DeepSpeed, a "mixed" setting leaves fp32 weights in fp32. A "true" setting, such as `bf16-true`, casts
-#   them.
+# - In the table above, a "mixed" setting leaves fp32 weights in fp32, and a "true" setting, such as `bf16-true`,
+#   casts them.
 #
 # ## Exercises
 #
