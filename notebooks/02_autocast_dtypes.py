@@ -106,7 +106,7 @@ assert table["mse_loss"] == table["cross_entropy"] == table["add fp32"] == ["fp3
 assert table["relu"] == table["add"] == table["mean"] == ["fp32", SHORT[low]]
 
 # %% [markdown]
-# Each row tells you the policy of its op. (No op of this table has the policy *promote*.)
+# Most rows tell you the policy of their op. (No op of this table has the policy *promote*.)
 #
 # - **Low precision in both columns:** the policy is *lower precision*.
 # - **fp32 in both columns:** the policy is *fp32*. The row `add fp32` shows PyTorch's own promotion
