@@ -55,9 +55,8 @@ assert not unscaled.any()
 assert (scaled / gradient - 1).abs().max() < 2**-4
 
 # %% [markdown]
-# Without a scale, all three values become zero, because they are below half of the smallest positive
-# number of E4M3, which is about 0.002. With a scale, all three values survive, with an error of at most
-# a sixteenth.
+# The smallest positive number of E4M3 is about 0.002. Without a scale, all three values become zero, because
+# they are smaller than half of it. With a scale, all three survive, with an error of at most a sixteenth.
 #
 # ## Formats of a single value
 #
@@ -85,9 +84,9 @@ assert halves[halves >= 0].tolist() == [0, 0.5, 1, 1.5, 2, 3, 4, 6]
 #
 # ## The values that share a scale
 #
-# Here, the largest magnitude determines the scale. If one value is much larger than the others, the small values
-# that share its scale may become zero. So the formats differ in which values share a scale: a whole tensor, a
-# row, or a *block* (neighbours in a row). *MX* (microscaling) is an [open
+# The largest magnitude determines the scale. If one value is much larger than the others, small values
+# that share its scale may become zero. So it matters which values share a scale: a whole tensor, a row, or a
+# *block* (neighbours in a row). *MX* (microscaling) is an [open
 # standard](https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf), NVFP4 is
 # [NVIDIA's](https://arxiv.org/abs/2509.25149):
 #
@@ -106,8 +105,8 @@ assert halves[halves >= 0].tolist() == [0, 0.5, 1, 1.5, 2, 3, 4, 6]
 # <!-- tests/formats/test_scaling.py -->
 #
 # We round two tensors with normally distributed values. The second tensor has an *outlier channel*: one
-# column is a million times as large as the others. Before you run this: in which formats will the other
-# columns lose accuracy?
+# column is a million times as large as the others, an extreme case. Before you run this: in which formats will
+# the other columns lose accuracy?
 
 
 # %%
@@ -181,10 +180,11 @@ assert at_100["mxfp4"] < at_100["nvfp4"] < alone["nvfp4"] - 5
 # | gradient of the input (*dgrad*) | `grad`, `weight` | out |
 # | gradient of the weight (*wgrad*) | `grad`, `x` | rows |
 #
-# We round all operands to one format, so in FP8 the gradients are in E4M3 too. Blocks lie along the dimension
-# that the matmul sums over. So each tensor is rounded twice, for example the weight for dgrad as `weight.T`.
+# We round all operands to one format, so in FP8 the gradients are in E4M3 too. Everything else is in fp32: the
+# other ops, the sums, and the weights that the optimizer updates.
 #
-# Everything else is in fp32: the other ops, the sums, and the weights that the optimizer updates.
+# `quantize` forms blocks within a row, so each row has to hold the values that the matmul sums over. Therefore
+# we round each tensor twice: for example `weight` for the output, and `weight.T` for dgrad.
 
 
 # %%
@@ -282,9 +282,10 @@ for name, values in last.items():
 _ = figures.loss_from_fp32(losses)
 
 # %% [markdown]
-# The figure shows how far the smoothed loss of each format is above the smoothed fp32 loss with the same seed.
-# Lines are the mean over three seeds, and bars show the range. The grey band is the range of the three fp32
-# losses around their mean.
+# The figure shows how far the loss of each format is above the fp32 loss with the same seed. Losses are smoothed.
+#
+# - Each line is the mean over three seeds, and each bar the range.
+# - The grey band shows how much fp32 losses differ between seeds.
 #
 # Here, FP8 and MXFP8 learn as well as fp32. The four-bit formats learn slightly less. FP8 without a scale
 # learns much less. We check the printed losses:
@@ -298,11 +299,73 @@ for name in ("mxfp4", "nvfp4"):
     assert mean["fp32"] - max(between_seeds, 0.05) < mean[name] < mean["fp8, no scale"] - 0.1
 
 # %% [markdown]
-# A format that works for a hundred steps of a tiny GPT can [fail in a long training of a large
-# model](https://arxiv.org/abs/2409.12517). But **do not start a large run in a format that fails here**.
+# **Do not start a large run in a format that fails here.** A format that passes here can still [fail in a long
+# training of a large model](https://arxiv.org/abs/2409.12517).
 #
 # **Keep some layers in 16 bits**: [embeddings, the head, routers and
-# norms](https://arxiv.org/abs/2412.19437), and layers whose error is large.
+# norms](https://arxiv.org/abs/2412.19437), and layers whose error is large. `rehearse` finds such layers.
+#
+# ## Test your own model
+#
+# `rehearse` tests formats on your model. If the model is in training mode, the test by default has three steps:
+#
+# 1. `rehearse` runs a forward and a backward pass in fp32.
+# 2. It repeats the matmuls of each layer with rounded operands, in each format that suits the layer, and compares
+#    the results with those of fp32. In `fp8`, it rounds gradients to E5M2.
+# 3. It repeats both passes of the whole model in each format. The layers that should stay in 16 bits are in fp32
+#    here. If these are all layers, `rehearse` skips this step.
+#    <!-- tests/formats/test_inference_rehearsal.py, tests/formats/test_interception.py -->
+#
+# We call `rehearse` on our GPT, in which we create an outlier. We choose one of the 256 features in the MLP of
+# the second block, multiply its weights by a million, and divide its weights in the next layer by a million:
+# <!-- tests/formats/test_rehearsal.py -->
+
+# %% tags=["nbval-ignore-output"]
+torch.manual_seed(0)
+gpt = new_gpt()
+with torch.no_grad():
+    gpt.blocks[1].up.weight[5] *= 1e6
+    gpt.blocks[1].down.weight[:, 5] /= 1e6
+batch = torch.stack([tokens[i : i + 32] for i in range(0, 256, 32)]).cpu()
+
+
+def loss_of(logits):
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), batch[:, 1:].flatten())
+
+
+report = rehearse(gpt, batch, formats=("fp8", "fp8-rowwise", "mxfp8", "nvfp4"), loss_fn=loss_of)
+assert all(found.verdict == "accurate enough in one step" for found in report.formats)
+report
+
+# %% [markdown]
+# The report has a row for each linear layer. The row shows the SQNR of the layer's worst matmul in each format.
+# A star marks a layer that is better left in 16 bits. *Look at* gives the reason for each star:
+# <!-- tests/formats/test_rehearsal.py -->
+#
+# - The large feature ruins the two layers around it, `blocks.1.up` and `blocks.1.down`, in all four formats.
+# - The head, `token.weight`, has no SQNR in these formats, because its output size, the number of characters, is not
+#   a [multiple of 16](08g_speed_and_memory.ipynb#A-size-is-not-a-multiple-of-16-or-8).
+#
+# The *error* rows show the errors of the whole model, with the starred layers in fp32. *Accurate enough in one
+# step* does not mean that the model learns. To test learning, run `amp-lab rehearse --steps 20`, which also
+# trains copies of the model. <!-- tests/cli/test_rehearse_command.py -->
+#
+# We check the two layers, and the error of the gradients in one format:
+
+# %%
+for layer in ("blocks.1.up", "blocks.1.down"):
+    worst = {form: report.of(layer, form).worst[1] for form in ("fp8", "fp8-rowwise", "mxfp8")}
+    assert worst["fp8"] < worst["fp8-rowwise"] < worst["mxfp8"] < 20
+    assert all(report.of(layer, form).left_out for form in (*worst, "nvfp4"))
+assert report.formats[1].gradients_off < 2**-4  # the largest rounding error of E4M3
+
+# %% [markdown]
+# ## Train in FP8 on a GPU
+#
+# The report of `rehearse` ends with code that converts the model with torchao, for GPUs in [this
+# table](#Which-GPU-supports-which-format-(optional)). <!-- tests/formats/test_rehearsal.py -->
+# Compile the model as well. Only large layers gain, as [torchao's
+# table](https://github.com/pytorch/ao/tree/main/torchao/float8#performance) shows.
 #
 # ## Compare with PyTorch's FP8 matmul (optional)
 #
@@ -333,8 +396,8 @@ assert off < 2**-8  # the rounding of the result to bf16
 # ## Sums in 14 bits (optional)
 #
 # Our simulation adds the products in fp32, but a Hopper GPU adds FP8 products in [about 14
-# bits](https://arxiv.org/abs/2412.19437). By default, PyTorch's FP8 matmul adds partial sums in fp32, so it loses
-# less. With `use_fast_accum=True`, it does not. `hopper_matmul` imitates both.
+# bits](https://arxiv.org/abs/2412.19437). By default, PyTorch's FP8 matmul adds only short partial sums in 14 bits,
+# and then adds these in fp32. With `use_fast_accum=True`, the whole sum is in 14 bits. `hopper_matmul` imitates both.
 # <!-- tests/formats/test_hopper_sums.py -->
 #
 # We sum 4096 products, first of values with both signs, then of their magnitudes. In which case will a
@@ -379,8 +442,8 @@ for kind_of_values, (left, right) in (("both signs", rows), ("one sign", rows.ab
 # - The default NVFP4 recipe of Transformer Engine
 #   [fails](https://github.com/NVIDIA/TransformerEngine/issues/3062), as users report.
 #
-# MI300 uses the *fnuz* variants of E4M3 and E5M2, in which the bits of a nonzero number mean half the value.
-# A checkpoint in E4M3 that is read as *fnuz*, or the reverse, has wrong values:
+# MI300 uses the *fnuz* variants of E4M3 and E5M2, in which the same bits mean half the value. If you read an E4M3
+# checkpoint as *fnuz*, or the reverse, the values are wrong:
 
 # %%
 bits = torch.tensor([0x38], dtype=torch.uint8)
@@ -389,67 +452,6 @@ print(f"the same bits are {usual} in E4M3 and {fnuz} in its fnuz variant")
 assert (usual, fnuz, torch.finfo(torch.float8_e4m3fnuz).max) == (1.0, 0.5, 240)
 
 # %% [markdown]
-# ## Test your own model
-#
-# By default, `rehearse` tests formats on a model in training mode in three steps:
-#
-# 1. It runs a forward and a backward pass in fp32.
-# 2. It repeats the matmuls of each layer with rounded operands, in each format that suits the layer. In `fp8`,
-#    it rounds gradients to E5M2. Then it compares the results with those of fp32.
-# 3. It repeats both passes of the whole model in each format. Layers that should stay in 16 bits are in fp32
-#    here. If all layers should stay in 16 bits, `rehearse` skips this step.
-#    <!-- tests/formats/test_inference_rehearsal.py, tests/formats/test_interception.py -->
-#
-# We call `rehearse` on our GPT, in which we create an outlier. We choose one of the 256 features in the MLP of
-# the second block, multiply its weights by a million, and divide its weights in the next layer by a million:
-# <!-- tests/formats/test_rehearsal.py -->
-
-# %% tags=["nbval-ignore-output"]
-torch.manual_seed(0)
-gpt = new_gpt()
-with torch.no_grad():
-    gpt.blocks[1].up.weight[5] *= 1e6
-    gpt.blocks[1].down.weight[:, 5] /= 1e6
-batch = torch.stack([tokens[i : i + 32] for i in range(0, 256, 32)]).cpu()
-
-
-def loss_of(logits):
-    return F.cross_entropy(logits[:, :-1].flatten(0, 1), batch[:, 1:].flatten())
-
-
-report = rehearse(gpt, batch, formats=("fp8", "fp8-rowwise", "mxfp8", "nvfp4"), loss_fn=loss_of)
-assert all(found.verdict == "accurate enough in one step" for found in report.formats)
-report
-
-# %% [markdown]
-# The report has a row for each linear layer. The row shows the SQNR of the layer's worst matmul in each format.
-# A star marks a layer that is better left in 16 bits. *Look at* gives the reason for each star:
-# <!-- tests/formats/test_rehearsal.py -->
-#
-# - The large feature ruins the two layers around it, `blocks.1.up` and `blocks.1.down`, in all four formats.
-# - The head, `token.weight`, has no SQNR in these formats, because its output size, the number of characters, is not
-#   a [multiple of 16](08g_speed_and_memory.ipynb#A-size-is-not-a-multiple-of-16-or-8).
-#
-# The *error* rows show the errors of the whole model, with the starred layers in fp32. *Accurate enough in one
-# step* does not mean that the model learns. To test this, `amp-lab rehearse --steps 20` also trains copies of the
-# model. <!-- tests/cli/test_rehearse_command.py -->
-#
-# We check the two layers, and the error of the gradients in one format:
-
-# %%
-for layer in ("blocks.1.up", "blocks.1.down"):
-    worst = {form: report.of(layer, form).worst[1] for form in ("fp8", "fp8-rowwise", "mxfp8")}
-    assert worst["fp8"] < worst["fp8-rowwise"] < worst["mxfp8"] < 20
-    assert all(report.of(layer, form).left_out for form in (*worst, "nvfp4"))
-assert report.formats[1].gradients_off < 2**-4  # the largest rounding error of E4M3
-
-# %% [markdown]
-# ## Train in FP8 on a GPU
-#
-# This report ends with code that converts the model with torchao. <!-- tests/formats/test_rehearsal.py -->
-# Compile the model as well. Only large layers gain, as [torchao's
-# table](https://github.com/pytorch/ao/tree/main/torchao/float8#performance) shows.
-#
 # ## Summary
 #
 # - The formats here have low-precision elements *and* scales. The error of ordinary values depends mostly on the
