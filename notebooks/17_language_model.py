@@ -79,8 +79,8 @@ print(f"{sum(p.numel() for p in small.parameters()):,} parameters, {len(text):,}
 # %% [markdown]
 # ## Where fp32 comes in
 #
-# `xray` shows what autocast does to each module. By default, it runs the model on fake tensors, so you do not
-# need the device. We ask about bf16 on a CUDA GPU: <!-- tests/tracing/test_xray.py -->
+# `xray` shows what autocast does to each module. By default, it runs the model on *fake tensors*, which have a
+# dtype and a device but no data. So you do not need the device. We ask about bf16 on a CUDA GPU: <!-- tests/tracing/test_xray.py -->
 
 
 # %%
@@ -112,25 +112,24 @@ result
 # - **The rotations**: their cosines are fp32. The model casts the result back to bf16 with
 #   `.to(x.dtype)`.
 #
-# **The loss** should be fp32 too, but the logits are bf16. On CUDA in eager mode, `cross_entropy` rounds its
-# log-softmax to the dtype of its input, under autocast too ([notebook
-# 09](09_xray_your_model.ipynb#The-surprise-in-cross-entropy)). So call `.float()` on the logits, as
+# **Call `.float()` on the logits** before the loss. With bf16 logits on CUDA in eager mode, `cross_entropy` rounds
+# its log-softmax to bf16, even under autocast ([notebook
+# 09](09_xray_your_model.ipynb#The-surprise-in-cross-entropy)). The cast avoids this, as
 # [transformers](https://github.com/huggingface/transformers/blob/main/src/transformers/loss/loss_utils.py)
 # and `lm.loss_of` do.
 #
-# **Load the model in the dtype that you want**, with `from_pretrained(…, dtype=…)`:
+# **Load a model of transformers in the dtype that you want**, with `from_pretrained(…, dtype=…)`:
 #
 # - **Full fine-tuning**: fp32, with autocast, because bf16 weights [can lose small
 #   updates](16_low_precision_state.ipynb#Weights-in-bf16).
 # - **LoRA** (below): bf16 for the base.
-# - **Generation**: bf16, without autocast. If a Llama model of transformers has fp32 weights and runs under
-#   autocast, its default cache of keys and values is fp32, twice as large as in bf16.
-#   <!-- tests/notebooks/test_17_language_model.py -->
+# - **Generation**: bf16, without autocast. With fp32 weights under autocast, the default cache of keys and values
+#   of a Llama model is fp32, twice as large as in bf16. <!-- tests/notebooks/test_17_language_model.py -->
 #
 # **Do not cast the whole model** with `model.to(torch.bfloat16)`, because this also casts buffers. In a Llama
-# model of transformers, a buffer holds the rates of the rotations (the angle per position). With bf16 rates, the
-# angles are [wrong in long texts](08b_learning.ipynb#Positions-or-counts-are-wrong-beyond-256).
-# `from_pretrained` leaves the rates in fp32. <!-- tests/notebooks/test_17_language_model.py -->
+# model, a buffer holds the rates of the rotations (the angle per position). With bf16 rates, the angles are
+# [wrong in long texts](08b_learning.ipynb#Positions-or-counts-are-wrong-beyond-256). `from_pretrained` leaves the
+# rates in fp32. <!-- tests/notebooks/test_17_language_model.py -->
 #
 # ### One dtype for q, k and v
 #
@@ -181,15 +180,16 @@ for name, precision in PRECISIONS.items():
 print(f"two seeds in fp32 differ by up to {between_seeds:.2g}")
 
 # %% [markdown]
-# Here, the precision changes the loss less than the seed does. If the precision changes the loss of your own
-# model more than the seed does, look for the cause in [notebook 08](08_when_amp_breaks.ipynb).
+# Here, the precision changes the loss less than the seed does. If this is not so for your own model, look for the
+# cause in [notebook 08](08_when_amp_breaks.ipynb).
 #
 # ## The loss over a large vocabulary
 #
 # The vocabulary of Llama 3 has [128,256
 # entries](https://github.com/pytorch/torchtune/blob/main/torchtune/models/llama3/_model_builders.py). The
-# logits have a value for each token and each entry. With `logits = model(inputs)` and `lm.loss_of(logits, targets)`
-# under bf16 autocast in eager mode, four tensors of this size are in memory at the peak of the backward pass:
+# logits have a value for each token and each entry. Four tensors of this size are in memory at the peak of the
+# backward pass, if you call `logits = model(inputs)` and `lm.loss_of(logits, targets)` under bf16 autocast in eager
+# mode:
 #
 # - `logits` in bf16;
 # - the log-softmax in fp32;
@@ -253,8 +253,8 @@ print(f"fp32 logits: {1024 * 8000 * 4 / 2**20:.1f} MiB, one chunk: {64 * 8000 * 
 # For a 16-bit base, peft also creates adapters in fp32, unless you pass `autocast_adapter_dtype=False`.
 # <!-- tests/notebooks/test_17_language_model.py -->
 #
-# Our layer also works without autocast, because it casts the adapter's input up to fp32, and the adapter's output
-# to the dtype of the base's output: <!-- tests/notebooks/test_17_language_model.py -->
+# Our layer casts the adapter's input up to fp32, and its output to the dtype of the base's output. So it also works
+# without autocast: <!-- tests/notebooks/test_17_language_model.py -->
 
 
 # %%
@@ -325,10 +325,10 @@ assert dtypes["blocks.0.qkv"] == dtypes["blocks.1"] == torch.bfloat16  # no fp32
 # Merging adds the update to the weight, so that inference needs no adapter. If you store the sum in bf16,
 # each value is rounded.
 #
-# We take one layer of the second block's MLP, and scale its update to four sizes: as large as the weight (by
-# the norm), and 100, 1000 and 10,000 times smaller. For each size, we print how many values of the weight did
-# not change, and how much of the update is left. Before you run this: how much is left of an update that is
-# 1000 times smaller than the weight?
+# We take one layer of the second block's MLP, and scale the norm of its update to four sizes: that of the weight,
+# and 100, 1000 and 10,000 times smaller. For each size, we print how many values of the weight did not change, and
+# how much of the update is left after rounding. Before you run this: how much is left of an update that is 1000
+# times smaller than the weight?
 
 # %% tags=["nbval-ignore-output"]
 layer = adapted.blocks[1].up
@@ -353,8 +353,7 @@ assert stayed[1e-3] > 0.5
 # - Keep the adapter separate.
 # - Merge into a copy in **fp32**.
 # - If the result has to be bf16, merge in fp32 and round **once**. With one fp32 adapter, `merge_and_unload` of
-#   [peft](https://huggingface.co/docs/peft) rounds once; with `safe_merge=True` it rounds
-#   twice. <!-- tests/notebooks/test_17_language_model.py -->
+#   [peft](https://huggingface.co/docs/peft) rounds once. With `safe_merge=True`, it rounds twice. <!-- tests/notebooks/test_17_language_model.py -->
 #
 # ## The same prompt, another text
 #
@@ -378,7 +377,7 @@ print(f"{diverged.sum()} of 32 texts diverge, at gaps of up to {largest:.2g} bet
 assert largest < 4 * error  # two logits move, perhaps farther than in our sample
 
 # %% [markdown]
-# Is the model worse in bf16? We compare the test loss of this one model (that of the last seed):
+# Is the model worse in bf16? We compare its test loss in both dtypes:
 
 # %% tags=["nbval-ignore-output"]
 in_fp32, in_bf16 = lm.loss_on(model, test_data), lm.loss_on(model, test_data, torch.bfloat16)
@@ -393,9 +392,9 @@ assert abs(in_bf16 - in_fp32) < 0.01
 # But the model is not worse in bf16 here: the test loss is nearly the same. So compare models by their loss, or by
 # how often they choose the same next token.
 #
-# **Within one precision**, two texts can [diverge
-# too](https://thinkingmachines.ai/blog/defeating-nondeterminism-in-llm-inference/), because a matmul of a
-# different shape may add in a different order. We compute the logits of ten characters alone, and at the
+# Two texts can [diverge within one
+# precision](https://thinkingmachines.ai/blog/defeating-nondeterminism-in-llm-inference/) too, because a matmul of
+# another shape may add in another order. We compute the logits of ten characters, first alone and then at the
 # beginning of a longer text:
 
 # %% tags=["nbval-ignore-output"]
@@ -408,9 +407,9 @@ for name, limit in (("fp32", 1e-3), ("bf16", 0.5)):
 # %% [markdown]
 # To get the same answer every time:
 #
-# - with any batch size, use
-#   [batch-invariant](https://github.com/thinking-machines-lab/batch_invariant_ops) kernels;
-# - with the same batch, machine and PyTorch version, use
+# - If the batch size changes, use
+#   [batch-invariant](https://github.com/thinking-machines-lab/batch_invariant_ops) kernels.
+# - If batch, machine and PyTorch version stay the same, use
 #   [`torch.use_deterministic_algorithms`](https://docs.pytorch.org/docs/stable/notes/randomness.html).
 #
 # `amp-lab diff --batch-sizes` finds the first op of the forward pass at which two batch sizes differ by more than
