@@ -96,9 +96,9 @@ assert loss_in(torch.float16, model).isnan()
 # **Why.** In fp16, an output of 65520 or more becomes infinite. Infinity minus infinity, as in a normalisation, is
 # NaN.
 #
-# **The fix.** If the loss is inf or NaN in fp16 only, use bf16, which has nearly the range of fp32, or run the layers
-# that overflow in fp32: switch autocast off around them, and cast their inputs with `.float()`. Otherwise find the op
-# that makes the NaN with `amp_lab.numerics.find_nonfinite`.
+# **The fix.** If the loss is inf or NaN in fp16 only, use bf16, which has nearly the range of fp32. Or run the layers
+# that overflow in fp32: switch autocast off around them, and cast their inputs with `.float()`. If the loss is NaN in
+# fp32 too, look for NaN in the data, and find the op that makes the NaN with `amp_lab.numerics.find_nonfinite`.
 #
 # The first matmul after these layers casts its input to fp16 again, so the values must be small again before it.
 # Here the normalisation makes them small. <!-- tests/notebooks/test_08a_values.py -->
@@ -123,14 +123,14 @@ torch.testing.assert_close(loss_in(torch.bfloat16, model), exact, rtol=0.05, ato
 torch.testing.assert_close(loss_in(torch.float16, repaired), exact, rtol=0.01, atol=0)  # 11 bits
 
 # %% [markdown]
-# **Not this.** Do not clamp the activations to 65504: a value of 150,000, for example, becomes 65504.
+# **Not this.** Do not clamp the activations to 65504: larger values, such as 150,000, become wrong without a
+# message.
 
 # %%
 assert torch.tensor(150_000.0).half().clamp(max=65504) == 65504
 
 # %% [markdown]
-# **Notice it earlier.** Here `find_nonfinite` names the op and the module that made the inf. If the loss is also
-# NaN without autocast, look for NaN in the data.
+# **Notice it earlier.** `find_nonfinite` names the op and the module that made the inf:
 
 # %%
 with find_nonfinite(model) as finder:
@@ -309,10 +309,11 @@ assert probabilities.argmax() == 0  # so greedy decoding chooses token 0
 
 # %% [markdown]
 # **Why.** The logits are usually inf or NaN, for example because the model was trained in bf16 and its hidden values
-# overflow in fp16. Finite 16-bit probabilities can also fail the check of `Simplex()`, because their sum is rounded.
+# overflow in fp16. `Categorical` can also refuse finite 16-bit probabilities (`Simplex()`), because their rounded sum
+# is too far from 1.
 # <!-- tests/notebooks/test_08a_values.py -->
 #
-# **The fix.** Load the model in the dtype in which it was trained, such as `dtype=torch.bfloat16`; on a GPU without
+# **The fix.** Load the model in the dtype in which it was trained, such as `dtype=torch.bfloat16`. On a GPU without
 # bf16, use fp32, or keep the layers that overflow in fp32. If the logits are still not finite, look for NaN in the
 # weights. If they are finite, pass `logits.float()` or `probs.float()` to the distribution.
 
@@ -403,8 +404,8 @@ for dtype in (torch.float32, torch.float16, torch.bfloat16):
     assert cross_entropy(p, target).isnan() == (dtype is not torch.float32)
 
 # %% [markdown]
-# **Why.** In 16 bits `1 - 1e-6` rounds to 1, and in fp16 `1e-8` rounds to 0, so the clamp or the added epsilon does
-# nothing here. The logarithm of 0 is -inf, and 0 times -inf is NaN.
+# **Why.** In 16 bits `1 - 1e-6` rounds to 1, so the clamp does nothing here. In fp16 `1e-8` rounds to 0, so it does
+# not help to add it to `p`. The logarithm of 0 is -inf, and 0 times -inf is NaN.
 #
 # **The fix.** Compute the loss from logits: `F.binary_cross_entropy_with_logits`, `F.cross_entropy` or
 # `F.logsigmoid`. If the formula needs probabilities, compute them in fp32, `logits.float().sigmoid()`, with an
@@ -464,8 +465,8 @@ assert weight.grad.count_nonzero() == 0
 # **Why.** In fp16 the square of 256 is infinite, and a sum of many values can be too. Dividing by infinity gives 0 or
 # NaN.
 #
-# Autocast leaves the multiplication `h * h` in fp16. Outside autocast, the sum of an fp16 mask in a Dice or IoU loss
-# can overflow too: 512 x 512 ones add up to 262,144.
+# Autocast leaves the multiplication `h * h` in fp16. The sum of an fp16 mask in a Dice or IoU loss can overflow too,
+# outside autocast: 512 x 512 ones add up to 262,144.
 #
 # **The fix.** Use PyTorch's function, such as `F.rms_norm`, or call `.float()` on the input of the formula, such as
 # the logits of a loss.
@@ -578,7 +579,7 @@ print(message_of(lambda: masked_step(torch.amp.GradScaler("cpu", init_scale=2.0*
 # detection does not know that the scaler will skip this step.
 #
 # **The fix.** Search for the NaN with a scale that stays 1: `GradScaler(init_scale=1.0, growth_interval=10**9)`. If
-# the error remains, or if you use no scaler, the scale is not the cause, and the message names the op.
+# the error remains, or if you use no scaler, the scale is not the cause: repair the op that the message names.
 
 # %%
 assert masked_step(torch.amp.GradScaler("cpu", init_scale=1.0)).tolist() == [0.0, 1.0]

@@ -269,17 +269,15 @@ assert (prediction.half().numpy() + 1).dtype == "float16"
 # words = "mps xpu npu hip rocm meta hpu privateuseone device_type maybe_autocast rotary nnsight"
 # -->
 #
-# **What you see.** `torch.autocast(...)` gives one of these messages:
+# **What you see.** You get one of these messages:
 # - `User specified an unsupported autocast device_type 'meta'`, or another device type
 # - `unsupported scalarType`
 # - ``Expected `device_type` of type `str`, got``, followed by a type
 # - `In MPS autocast, but the target dtype is not supported. Disabling autocast.`, which is only a warning
+# - `unknown device type for autocast`, from `torch.is_autocast_enabled`
 #
-# Or `torch.is_autocast_enabled` raises `unknown device type for autocast`.
-#
-# **A small program that shows it.** We call `torch.autocast` for the device `meta` (tensors without data),
-# first with a dtype and then without one. We ask whether autocast is enabled for `meta`. Then we pass a
-# `torch.device` instead of a string. Finally, we ask for fp32 on MPS.
+# **A small program that shows it.** We make three calls for the device `meta` (tensors without data). Then we
+# pass a `torch.device` instead of a string, and ask for fp32 on MPS.
 
 # %%
 print(message_of(lambda: torch.autocast("meta", dtype=torch.bfloat16)))
@@ -350,8 +348,7 @@ assert warnings_of(lambda: torch.autocast("mps", enabled=False)) == ""
 # ptxas bf16 support GPU Kaggle Colab RDNA Radeon LLVM fdot2"""
 # -->
 #
-# **What you see.** On a GPU without bf16, the program may be no faster in bf16 than in fp32, or raise one of these
-# errors:
+# **What you see.** On a GPU without bf16, bf16 may be no faster than fp32, or the program raises one of these errors:
 # - `Current CUDA Device does not support bfloat16. Please switch dtype to float16.`
 # - `CUBLAS_STATUS_NOT_SUPPORTED when calling`, followed by a function with `CUDA_R_16BF` among its arguments
 #   ([on an M40](https://github.com/opendatalab/MinerU/issues/1508), [on a
@@ -441,8 +438,8 @@ if torch.cuda.is_available():
 # (`ComplexHalf`). CUDA has no matmul for these numbers. <!-- tests/tracing/test_kernel_limits.py -->
 #
 # **The fix.** Run the transform inside `with torch.autocast(device_type, enabled=False):`, and call `.float()` on
-# its input. Keep what uses the spectrum in this block: its matmuls, its power and the logarithm of the power. Then
-# cast the result to the dtype of the next layer.
+# its input. Keep the next ops in this block too, such as the matmuls of the spectrum, its power and the logarithm
+# of the power. Then cast the result to the dtype of the next layer.
 #
 # `model.half()` also casts floating-point buffers, such as the window of a spectrogram. *After* `model.half()`, call
 # `.float()` on the module that computes the spectrogram.
@@ -610,9 +607,9 @@ tokens = torch.rand(1, 2, 16, 64)  # batch, heads, tokens, features
 print(message_of(lambda: xray(FlashOnly(), tokens, dtype=torch.float32)).split(";")[0])
 
 # %% [markdown]
-# **Why.** None of the allowed attention kernels supports this call. On NVIDIA GPUs,
-# PyTorch's own flash attention and cuDNN kernels need an Ampere GPU or newer, and support only fp16 and bf16. If
-# training works, the cause is often a call outside autocast, with fp32 inputs, for example in the evaluation.
+# **Why.** None of the attention kernels that the program allows supports this call. On NVIDIA GPUs, PyTorch's own
+# flash attention and cuDNN kernels need an Ampere GPU or newer, and support only fp16 and bf16. If training works,
+# the cause is often a call outside autocast, with fp32 inputs, for example in the evaluation.
 #
 # **The fix.** Run the call under autocast, or cast q, k and v to fp16 or, on Ampere or newer, bf16. If you need
 # fp32 or have an older GPU, also allow `SDPBackend.EFFICIENT_ATTENTION`. If no other kernel supports your call,
