@@ -16,8 +16,8 @@
 # **What you'll learn.**
 # - to describe a format by two properties: how far it reaches (*range*) and how close together its numbers
 #   lie (*spacing*);
-# - to recognise overflow, underflow and *swamping* (a small number that is added to a large one is lost),
-#   and to predict which of these errors occur in each format;
+# - to recognise overflow, underflow and *swamping* (adding a small number to a large one changes nothing),
+#   and to predict in which formats they occur;
 # - why mixed precision keeps fp32 *master weights*, scales the loss, and adds up in fp32.
 #
 # **What you need.** PyTorch, and some experience with training a network. You need no GPU.
@@ -152,9 +152,9 @@ _ = figures.range_and_spacing(pictured)
 #
 # ## Rounding
 #
-# The exact result of a cast from fp32, an addition or a multiplication often falls between two numbers of
-# the format. It is then rounded to the nearer one. A result exactly in the middle is a *tie*, which goes to
-# the number whose last bit is 0 (*round to nearest, ties to even*). From 2048 to 4096 fp16 has only the
+# The exact result of a cast, an addition or a multiplication often lies between two numbers of the format.
+# The result is then rounded to the nearer number. In a *tie*, exactly in the middle, the result is rounded
+# to the number whose last bit is 0 (*round to nearest, ties to even*). From 2048 to 4096 fp16 has only the
 # even numbers, so every odd number is a tie. We round the integers from 2048 to 2056 to fp16.
 
 # %%
@@ -297,8 +297,8 @@ assert abs(scaled / expected - 1) < fp16.eps  # fp16 rounds once, by eps/2 at mo
 # Without a scale the gradient becomes zero. With a scale of 2^16 it arrives with the precision of fp16.
 #
 # Loss scaling works because backpropagation is linear. If we multiply the loss by 2^16, every gradient is
-# 2^16 times as large on its way through fp16. Afterwards we divide by 2^16 in fp32. As long as the numbers
-# stay in the normal range, multiplying by a power of two changes only their exponent, so it rounds nothing.
+# 2^16 times as large on its way through fp16. Afterwards we divide by 2^16 in fp32. Multiplying a number by
+# a power of two changes only its exponent and rounds nothing, as long as it stays in the normal range.
 #
 # ### 3. Sums in fp32, against swamping in matmuls
 #
@@ -362,7 +362,7 @@ assert torch.amp.GradScaler("cpu").get_scale() == 2**16
 _ = figures.gradients_against_fp16(gradients.abs().log2(), scales=(1, 2**16))
 
 # %% [markdown]
-# Each histogram shows log2 of |gradient x scale|. The background shows what they become in fp16, from
+# Each histogram shows log2 of |gradient x scale|. The background shows what a value becomes in fp16, from
 # left to right: zero (grey), subnormal (light grey), normal (white) and infinite (grey).
 #
 # - **Scale 1, or 2^0 (above):** nearly all gradients lie in the two grey areas on the left, and more than

@@ -135,8 +135,8 @@ def step_amp(model, optimizer, scaler, dtype):
 #
 # By default, PyTorch lets a recent NVIDIA GPU [run fp32 convolutions in
 # TF32](https://docs.pytorch.org/docs/stable/notes/cuda.html#tensorfloat-32-tf32-on-ampere-and-later-devices).
-# So we run each step in a block of `float32_mode`. The block turns TF32 off for `Precision.FP32`, and on
-# for `Precision.TF32`. <!-- tests/core/test_precision.py -->
+# Our baseline is plain FP32, so we run each step in a block of `float32_mode`. The block turns TF32 off for
+# `Precision.FP32`, and on for `Precision.TF32`. <!-- tests/core/test_precision.py -->
 
 
 # %%
@@ -161,8 +161,8 @@ with Precision.FP32.float32_mode("cpu"):
     assert torch.backends.cudnn.conv.fp32_precision == "ieee"
 
 # %% [markdown]
-# We compare FP32 with each precision that `describe_device` reports as accelerated. Unless the machine is
-# too busy, it finds these precisions by timing a matmul in each. If there are none, we use bf16 anyway.
+# We compare FP32 with each precision that `describe_device` reports as accelerated, or with bf16 if there
+# is none. Unless the machine is too busy, `describe_device` times a matmul in each precision to find out.
 # <!-- tests/core/test_device.py -->
 
 # %% tags=["nbval-ignore-output"]
@@ -211,8 +211,8 @@ print(f"the seeds of fp32 differ by up to {(fp32_final.max() - fp32_final.min())
 
 # %% [markdown]
 # Here the means of fp32 and bf16 differ by less than the seeds of fp32 do, so we see no loss of accuracy.
-# A difference that is smaller than the spread may be chance. To find such a difference, subtract the
-# losses seed by seed, as in the third exercise.
+# A difference that is smaller than the spread may be chance. The third exercise measures it more precisely,
+# by subtracting the losses seed by seed.
 #
 # We plot the picture that each network predicts. We use the networks trained with the first seed:
 
@@ -238,17 +238,16 @@ for picture in pictures.values():
 #
 # Next we measure how long a training step takes. `compare` times functions against each other:
 #
-# - It first calls each function to warm up. Then it works in rounds, in which every function has one turn.
-#   Before and after each turn, it waits until the device has finished.
-# - Every second round runs in reverse order, so a drift of the machine affects all functions alike.
-# - It leaves out rounds in which it notices another program. If too few rounds remain, it keeps all, and
-#   the result says *not reliable*.
-# - It computes the speed-up within each round. A reliable result shows the median, with its 95 % interval
-#   in brackets. <!-- tests/core/test_timing.py -->
+# - **Rounds.** After a warm-up, every function has one turn in each round. Before and after each turn,
+#   `compare` waits until the device has finished. Every second round runs in reverse order, so that a drift
+#   of the machine affects all functions alike.
+# - **Speed-up.** `compare` computes the speed-up within each round. A reliable result shows the median, with
+#   its 95 % interval in brackets.
+# - **Other programs.** `compare` leaves out rounds in which it notices another program. If too few rounds
+#   remain, it keeps all, and the result says *not reliable*. <!-- tests/core/test_timing.py -->
 #
-# `is_possible` checks that a time is not far shorter than the device allows, unless the machine was busy.
-# It divides the step's floating-point operations (FLOP) by the time, and compares the result with 1.5 times
-# the rate of a matmul on this device.
+# Unless the machine was busy, `is_possible` checks that a time is not far shorter than the device allows.
+# It compares the floating-point operations (FLOP) per second of the step with those of a matmul.
 # <!-- tests/notebooks/test_04_fp32_vs_amp.py -->
 #
 # Before you run this: how much faster do you expect the step to be in 16 bits?
@@ -285,11 +284,10 @@ assert inference_flops < 0.5 * training_flops  # the backward pass is most of a 
 #
 # ## Memory of a training step
 #
-# Autograd saves tensors for the backward pass. `saved_bytes` measures their size, without the parameters,
+# Autograd saves tensors for the backward pass. `saved_bytes` adds up their sizes, without the parameters,
 # with [hooks that see each saved
-# tensor](https://docs.pytorch.org/tutorials/intermediate/autograd_saved_tensors_hooks_tutorial.html). On a
-# GPU, `measure` also reads the peak of the memory in the whole step, if PyTorch's allocator keeps
-# statistics there. <!-- tests/core/test_timing.py -->
+# tensor](https://docs.pytorch.org/tutorials/intermediate/autograd_saved_tensors_hooks_tutorial.html). On
+# GPUs for which PyTorch records it, `measure` also reads the peak memory of the whole step. <!-- tests/core/test_timing.py -->
 
 # %% tags=["nbval-ignore-output"]
 saved_mib, peak_mib = {}, {}
@@ -343,8 +341,8 @@ for task, (fp32_s, amp_s) in article.items():
 # done](https://docs.pytorch.org/docs/stable/notes/cuda.html#asynchronous-execution). If you then read the
 # clock without waiting, you time how fast the CPU queues work.
 #
-# `compare` always waits, so we write a clock that waits after the step only if we ask it to. `Rounds` is
-# the part of `compare` that collects the times of each round. <!-- tests/core/test_timing.py -->
+# `compare` always waits. To see this mistake, we write a clock that can also stop without waiting. `Rounds`,
+# a part of `compare`, collects the times of each round. <!-- tests/core/test_timing.py -->
 
 
 # %%
