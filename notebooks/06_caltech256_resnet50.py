@@ -322,14 +322,14 @@ assert 0.85 < gib["FP32, batch 512"] / 6 < 1
 
 # %% [markdown]
 # AMP needs only slightly more memory for 512 images than FP32 needs for 256. FP32 with 512 images leaves less
-# than 1 GiB of the 6 GiB. This can be too little, because our count misses two things: the memory that an
+# than 1 GiB of the 6 GiB. This can be too little, because our count misses, for example, the memory that an
 # operation allocates only while it runs, and the memory that [CUDA and its
 # libraries](https://docs.pytorch.org/docs/stable/torch_cuda_memory.html) allocate outside of PyTorch.
 #
 # ## Train the backbone too
 #
-# For a frozen backbone, autograd saves no activations. If we train the backbone too, autograd saves them for the
-# backward pass, and every weight has optimizer state. Before you run this: will a step with AMP and 512 images
+# Autograd saves no activations for the layers of a frozen backbone. If we train the backbone too, autograd saves
+# them for the backward pass, and every weight has optimizer state. Before you run this: will a step with AMP and 512 images
 # fit into 6 GiB?
 
 # %%
