@@ -97,7 +97,7 @@ parameters = sum(p.numel() for p in new_model(config).parameters())
 
 # %% [markdown]
 # This is the plain loop. It trains for one epoch, in fp32 or with bf16 autocast. It returns the loss of
-# every step, and the bytes of weights, gradients and AdamW's averages at the end.
+# every step, and the bytes of weights, gradients and optimizer state at the end.
 
 
 # %%
@@ -130,11 +130,10 @@ for name, dtype in PRECISIONS.items():
 # ## Divide the batch
 #
 # With n processes, each rank takes an n-th of every batch, and the ranks average their gradients.
-# `DistributedSampler` decides which samples a rank gets. In our single epoch, it draws the same permutation
-# as the `RandomSampler` of the plain loop, because the seeds are the same. Rank r starts at sample r of
-# this permutation and takes every n-th sample. So in each step, the ranks together get the batch of a
-# single process. Before each further epoch, call `sampler.set_epoch(epoch)`, or the permutation stays the
-# same. <!-- tests/notebooks/test_11_scale_out.py -->
+# `DistributedSampler` decides which samples a rank gets. In our single epoch, it shuffles like the `RandomSampler`
+# of the plain loop, because the seeds are the same. Rank r starts at sample r and takes every n-th sample. So in
+# each step, the ranks together get the batch of a single process. Before each further epoch, call
+# `sampler.set_epoch(epoch)`, or the order stays the same. <!-- tests/notebooks/test_11_scale_out.py -->
 #
 # [`torchrun`](https://docs.pytorch.org/docs/stable/elastic/run.html) starts n copies of one script. Each
 # copy first joins the *process group*, in which the ranks exchange data.
@@ -153,8 +152,8 @@ def join(device_type):
 
 
 # %% [markdown]
-# In this notebook, `run_workers` writes the source of our functions into such a script and starts it
-# under torchrun. <!-- tests/course/test_processes.py -->
+# In this notebook, `run_workers` writes our functions into such a script and starts it under torchrun.
+# <!-- tests/course/test_processes.py -->
 #
 # ## DDP
 #
@@ -257,9 +256,15 @@ def train_fsdp(config, data, dtype, device, sums_in=torch.float32):
 # ## Try six set-ups
 #
 # Each set-up names the engine (DDP or FSDP2), the dtype of autocast or `param_dtype`, and the dtype in
-# which gradients are summed. Ranks exchange data through calls such as `all_reduce`, which are called
-# *collectives*. `count_communication` records these calls. It adds up the bytes that a rank sends if the
-# ranks form a ring, in which each rank sends to the next. <!-- tests/parallel/test_collectives.py -->
+# which gradients are summed. Ranks exchange data through calls named
+# [*collectives*](https://docs.pytorch.org/docs/stable/distributed.html#collective-functions):
+#
+# - DDP: with *all-reduce*, every rank gets the sum of all ranks' gradients.
+# - FSDP2: with *all-gather*, every rank gets the shards of all weights. With *reduce-scatter*, it gets its shard of
+#   the sum of the gradients.
+#
+# `count_communication` adds up the bytes that a rank sends in these calls if the ranks form a ring, in which each
+# rank sends to the next. <!-- tests/parallel/test_collectives.py -->
 
 
 # %%
@@ -308,9 +313,8 @@ for n in counts[1:]:
         assert difference < TOLERANCES[compute]
 
 # %% [markdown]
-# All set-ups have nearly the same losses as one process. In fp32 they are far closer than in bf16. (We
-# allowed a relative difference of 2^-14 in fp32, because another order of the sum changes each step
-# slightly. In bf16 we allowed 2^-6, four times its rounding error.)
+# All set-ups have nearly the same losses as one process. In fp32 they are far closer than in bf16. The assert allows
+# a relative difference of 2^-14 in fp32, and of 2^-6, four times the rounding error, in bf16.
 #
 # **If you keep the global batch (of all ranks), you can keep the learning rate.** But a model with plain
 # batch norm has other training losses, because each rank normalises over only its part of the batch.
@@ -332,13 +336,11 @@ for name, found in tries[most].items():
 _ = figures.sent_bytes(bars, most)
 
 # %% [markdown]
-# Each bar shows the bytes that a rank sends in a step: weights in all-gather, gradients in all-reduce and
-# reduce-scatter. The next cell checks these ratios:
+# Each bar shows the bytes that a rank sends in a step. The next cell checks these ratios:
 #
 # - **Autocast** does not change what DDP sends, because fp32 weights have fp32 gradients.
 # - A bf16 **hook** halves the bytes.
-# - FSDP2 in **fp32** sends nearly 1.5 times as much as DDP, because it gathers the encoder layers twice:
-#   for the forward and for the backward pass.
+# - FSDP2 in **fp32** sends nearly 1.5 times as much as DDP, because it gathers the encoder layers twice.
 # - FSDP2 with **`param_dtype=bf16`** sends about as much as DDP, because it gathers half the bytes.
 # - With **`reduce_dtype=bf16`**, FSDP2 sends less again, because the bytes of the gradients halve.
 #
@@ -365,9 +367,9 @@ assert fsdp_bytes == 16 / most
 # ## One decision about the loss scale
 #
 # With fp16, every rank has its own `GradScaler`, which decides whether to skip the step. If the scalers
-# decide differently with DDP, the ranks train different models from then on. To see what makes them
-# agree, we put infinities only on the last rank: into its batch, or into a gradient after all
-# communication. We do this with DDP and with FSDP2. Before you run this: in which of the four cases does the first rank *not* skip?
+# decide differently with DDP, the ranks train different models from then on. Do they decide alike? We put infinities
+# on rank 1 only: into its batch, or into one of its gradients after the ranks have averaged them. We do this with
+# DDP and with FSDP2. Before you run this: in which of the four cases does rank 0 *not* skip?
 
 
 # %%
@@ -392,16 +394,16 @@ assert decided[0]["FSDP2", "gradient"][1] == [("all_reduce", 1)]  # what `unscal
 assert decided[0]["DDP", "gradient"][1] == []
 
 # %% [markdown]
-# Rank 0 fails to skip in one case only: DDP, with infinities that we put into a gradient after the average.
+# Rank 0 does not skip in one case only: DDP, with infinities in a gradient after the average.
 #
 # - **DDP:** the overflow from one rank's batch reaches all ranks through the average, so the scalers agree.
 # - **FSDP2:** each rank has a different shard of the gradients, so `unscale_` tells all ranks whether any
 #   gradient has overflowed.
 #
-# If the overflow comes from a batch, a plain `GradScaler` is therefore enough with both engines.
+# So if the overflow comes from a batch, a plain `GradScaler` is enough with both engines.
 #
-# If you average gradients yourself, **average them before the scaler checks them**. Otherwise the rank
-# with the overflow skips, and the other ranks step with a non-finite average.
+# If you average gradients yourself, **average them before `unscale_`**, which checks them. Otherwise the rank with
+# the overflow skips, and the other ranks step with a non-finite average.
 # <!-- tests/notebooks/test_exercises.py -->
 #
 # ## On your own hardware
@@ -414,8 +416,8 @@ assert decided[0]["DDP", "gradient"][1] == []
 #
 # You can load a sharded checkpoint in a different number of processes. By default,
 # [`torch.distributed.checkpoint`](https://docs.pytorch.org/docs/stable/distributed.checkpoint.html) writes
-# a folder with a file from each rank. Before loading, `get_state_dict` returns the tensors of this rank.
-# Then `dcp.load` fills them in place. <!-- tests/notebooks/test_11_scale_out.py -->
+# a folder with a file from each rank. To load it, `get_state_dict` returns the tensors of this rank, `dcp.load` fills
+# them in place, and `set_state_dict` gives them to the model. <!-- tests/notebooks/test_11_scale_out.py -->
 
 
 # %%
@@ -469,8 +471,8 @@ assert abs(found[False] - found[True]) < TOLERANCES["fp32"] * found[True]
 assert abs(before - found[False]) > 0.1  # it had a different model before
 
 # %% [markdown]
-# After loading, the two processes have the loss of the saved model, up to rounding. With fp16, also save the scaler's
-# `state_dict()`, and load it on every rank. <!-- tests/notebooks/test_11_scale_out.py -->
+# After loading, the two processes have the loss of the saved model, up to rounding. With fp16, also save the
+# scaler's `state_dict()`, and load it on every rank. <!-- tests/notebooks/test_11_scale_out.py -->
 #
 # ## Summary
 #
