@@ -69,7 +69,7 @@ assert [row.dtype for row in result.rows] == [torch.float16, torch.float32, torc
 #
 # **See each op.** PyTorch's
 # [dispatcher](https://docs.pytorch.org/devlogs/dispatcher/2026-04-16-how-does-the-dispatcher-work/) sends
-# an op through autocast and autograd to a kernel. Our `TorchDispatchMode` comes after autocast, right before
+# an op through autocast and autograd to a kernel. A `TorchDispatchMode` sees each op after autocast, right before
 # the kernel. So it also sees autocast's casts, as ops named `_to_copy`.
 # <!-- tests/notebooks/test_09_xray_your_model.py -->
 
@@ -155,8 +155,8 @@ assert [op for op, *_ in fake_rows].count("_to_copy") == 6
 assert fake_rows[-1] == ("native_layer_norm", ("fp32",) * 3, ("fp32",))
 
 # %% [markdown]
-# Each row is one op. The convolution needs three casts, for its input, weight and bias. The linear layer
-# needs only two, because its input is already fp16. The norm runs in fp32, so only its input is cast.
+# Each row is one op. The convolution needs three casts, for its input, weight and bias. The linear layer needs
+# only two, because its input is already fp16. The norm runs in fp32, so it needs one, of its fp16 input.
 #
 # Does a real run show the same rows? We check this on the CPU.
 
@@ -326,9 +326,9 @@ for backend in BACKENDS:
 #
 # ## Will it fit?
 #
-# Fake tensors also show how much memory a training step takes. Each tensor counts from the moment it is
-# allocated until it is freed: weights, gradients, the optimizer's state, the activations saved for the
-# backward pass, and autocast's copies of the weights. <!-- tests/tracing/test_memory.py -->
+# Fake tensors also show how much memory a training step takes. We add up the weights, gradients, optimizer state,
+# activations saved for the backward pass, and autocast's copies of the weights. Each tensor counts from its
+# allocation until it is freed. <!-- tests/tracing/test_memory.py -->
 #
 # We forecast the memory for a ResNet-50 with a batch of 32 on a GPU with 24 GiB. Before you run this:
 # which of these parts does AMP make smaller?
@@ -369,8 +369,8 @@ print(*mine.advice, sep="\n")
 assert mine.raised is None  # autocast made no op fail
 
 # %% [markdown]
-# In a terminal, run `pdm run amp-lab xray PACKAGE.MODULE:CALLABLE --input 8,3,224,224 --device cuda`. For
-# the forecast, replace `xray` by `memory`, as here: <!-- tests/cli/test_tracing_commands.py -->
+# In a terminal, run `pdm run amp-lab xray PACKAGE.MODULE:CALLABLE --input 8,3,224,224 --device cuda`. `amp-lab
+# memory` makes the forecast. We call it from Python: <!-- tests/cli/test_tracing_commands.py -->
 
 # %%
 command = "memory torchvision.models:mobilenet_v3_small --input 1,3,224,224 --memory 8GiB"
@@ -383,8 +383,8 @@ assert amp_lab_command(command.split()) == 0
 # show this, because the error of an output includes the errors of all ops before it.
 #
 # Here, `first_difference` looks at one op at a time. It repeats the op in fp64 on the same inputs. The difference
-# from the fp64 result is the error that this op *adds*. `first_difference` looks for the first op that adds
-# more error than rounding explains, or that computes another function in the second run.
+# from the fp64 result is the error that this op *adds*. `first_difference` returns the first op that adds more
+# error than rounding explains, or whose fp64 results differ between the runs.
 # <!-- tests/difference/test_first_difference.py -->
 #
 # We compare a small GPT in fp32 with itself under autocast, and then with a copy that has a mistake:
@@ -418,8 +418,7 @@ planted
 # %% [markdown]
 # Autocast changes the logits more than the mistake does. Yet `first_difference` finds nothing in the autocast
 # run, because no op adds more error than bf16 rounding explains. In the copy with the mistake, it names the
-# module and the op that adds the epsilon. The kind *function* means that the results of the two ops differ
-# even in fp64.
+# module and the op that adds the epsilon. The kind is *function*, because the two ops differ even in fp64.
 #
 # ## Summary
 #

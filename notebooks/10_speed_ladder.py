@@ -63,7 +63,7 @@ for name, operations, numbers in (
 # ## The settings
 #
 # The plain step runs in FP32. The rungs use the 16-bit precision that `amp-lab doctor` recommends for
-# this device, or bf16 if it recommends none. <!-- tests/core/test_device.py -->
+# this device. If there is none, they use bf16. <!-- tests/core/test_device.py -->
 #
 # For Linux CPUs, we also call `keep_memory()`. By default, the C library returns the memory of large freed
 # tensors [to the operating system](https://man7.org/linux/man-pages/man3/mallopt.3.html), and getting it
@@ -137,8 +137,8 @@ if limits.trusted and low == recommended:
 # ## Climb
 #
 # For each rung, we make a function that does one step and returns the loss. Before we time a rung, `add`
-# checks that training still works: the first five losses, taken as one vector, must differ from those of
-# FP32 by less than 6 %. As in notebook 04, `float32_mode` turns TF32 off for FP32.
+# checks that training still works: the vector of the first five losses must differ from that of FP32 by less
+# than 6 %. As in notebook 04, `float32_mode` turns TF32 off for FP32.
 # <!-- tests/notebooks/test_10_speed_ladder.py, tests/core/test_precision.py -->
 
 # %%
@@ -284,7 +284,7 @@ assert list(climbed.samples_s) == list(rungs)  # every rung was timed
 
 # %% [markdown]
 # Each line shows the time of a step, the limit as a percentage of this time (`of peak`), and the speed-up
-# over the plain step with its interval. In the figure, the black mark is the limit.
+# over the plain step with its interval. The black marks in the figure show the limit.
 
 # %% tags=["nbval-ignore-output"]
 _ = figures.speed_ladder({f"ConvModel, {config['size']}x{config['size']} pixels": bars})
@@ -315,10 +315,9 @@ assert moved_bytes["AMP"] < moved_bytes["plain"]
 # On the CPU of this run, autocast makes the activations and their gradients half as large, so AMP moves about
 # half the bytes.
 #
-# The **[roofline](https://doi.org/10.1145/1498765.1498785)** shows the peak rates of computing and of
-# moving data in one figure. The horizontal axis is the number of FLOPs for each byte moved. The vertical
-# axis is the FLOP/s reached. Each line is the highest FLOP/s in one precision, if the device computes while
-# it moves data from and to memory:
+# The **[roofline](https://doi.org/10.1145/1498765.1498785)** shows both peak rates in one figure. A step is a
+# point: its FLOPs for each byte moved, and the FLOP/s that it reached. The lines show the highest possible FLOP/s
+# in each precision, if the device computes and moves data at the same time:
 #
 # - **Under the slope**, moving the data takes longer than computing.
 # - **Under the flat part**, computing takes longer.
@@ -344,8 +343,8 @@ _ = figures.roofline(roofs, limits.memory_bytes_per_s, points)
 # - **No matmuls.** Autocast runs only [some
 #   ops](https://docs.pytorch.org/docs/stable/amp.html#autocast-op-reference) in the low precision, mainly
 #   matmuls and convolutions. An FP32 model without any of these ops stays in FP32.
-# - **Many small ops.** Under autocast, the fp32 inputs of a matmul need casts. In a small matmul, these casts
-#   can take longer than AMP saves.
+# - **Many small ops.** Under autocast, the fp32 inputs of a matmul need casts. For a small matmul, the casts can
+#   take longer than AMP saves.
 # - **A precision that the device emulates**, such as fp16 on [some CPUs](../docs/hardware.md).
 #
 # We measure the second case with fifty layers of 32 x 32. Will AMP be faster or slower?
@@ -399,8 +398,8 @@ for size in config["sizes"]:
 _ = figures.speedup_over_size(config["sizes"], {str(low): by_size})
 
 # %% [markdown]
-# On the CPU of this run, AMP gains more with a larger picture. AMP pays from a size on if its whole
-# interval lies above 1, and those of all larger sizes measured do too.
+# On the CPU of this run, AMP gains more with a larger picture. AMP pays from a size on if the whole interval of this
+# size, and of each larger size, lies above 1.
 #
 # ## Summary
 #

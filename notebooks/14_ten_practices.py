@@ -76,11 +76,11 @@ for dtype in (fp16, bf16):
 # |---|---|---|
 # | 1. Know the hardware | right | the speed of bf16 and fp16 depends on the machine ([10](10_speed_ladder.ipynb)) |
 # | 2. Start with the scaler's defaults | right | if the scale is too high, the scaler skips a few steps and halves it each time ([03](03_grad_scaler_step_by_step.ipynb)) |
-# | 3. Watch the accuracy | right, with several seeds | two fp32 runs from different seeds differ too, so one run in each precision shows little ([04](04_fp32_vs_amp.ipynb)) |
+# | 3. Watch the accuracy | right, with several seeds | two fp32 runs with different seeds differ too, so one run shows little ([04](04_fp32_vs_amp.ipynb)) |
 # | 4. Only the forward pass in autocast | right | see [below](#Only-the-forward-pass-in-autocast) |
-# | 5. No casts by hand | right | autocast casts for you ([02](02_autocast_dtypes.ipynb)), and cannot undo the rounding of a `.half()`; [one cast you do need](09_xray_your_model.ipynb#The-surprise-in-cross-entropy) |
+# | 5. No casts by hand | right, with [one exception](09_xray_your_model.ipynb#The-surprise-in-cross-entropy) | autocast casts for you, and cannot undo the rounding of a `.half()` ([02](02_autocast_dtypes.ipynb)) |
 # | 6. Always use the scaler | only for fp16 | bf16 has about the range of fp32, so small gradients rarely underflow ([01](01_number_formats.ipynb)) |
-# | 7. Tune the initial scale and the growth interval | rarely needed | the scaler soon lowers a scale that is too high, see 2 ([03](03_grad_scaler_step_by_step.ipynb)) |
+# | 7. Tune the initial scale and the growth interval | rarely needed | the scaler soon lowers a scale that is too high, see 2 |
 # | 8. Stay current with PyTorch | right | `torch.cuda.amp.autocast()` raises a warning ([13](13_from_apex.ipynb)) |
 # | 9. Try larger batches | right for memory | AMP makes many activations smaller ([09](09_xray_your_model.ipynb)); measure whether it is faster ([10](10_speed_ladder.ipynb)) |
 # | 10. Profile before and after | right | see [below](#Profile-before-and-after) |
@@ -156,8 +156,8 @@ assert 2**-12 < error < 2**-7  # roundings of bf16
 assert exact.dtype is blurred.dtype is fp32
 
 # %% [markdown]
-# - **After the block**, the island's two matmuls run in fp32, as they should. The third matmul belongs to the
-#   other layer.
+# - **After the block**, the island's two matmuls run in fp32, as they should. The third matmul, in bf16, belongs to
+#   the first layer.
 # - **Inside the block**, the island's matmuls run in bf16 too. The island's gradient is off by 2e-03 (0.2 %), and
 #   there are 9 casts instead of 3.
 #
@@ -167,9 +167,9 @@ assert exact.dtype is blurred.dtype is fp32
 #
 # ## Profile before and after
 #
-# We profile the forward and backward pass of three convolutions in fp32 and in low precision. The profiler
-# writes a trace, which is a JSON file. With `record_shapes=True`, the trace contains the dtype of each input tensor
-# of an op (but not of tensors in a list, as in `cat`). <!-- tests/notebooks/test_14_ten_practices.py -->
+# We profile the forward and backward pass of three convolutions in fp32 and in low precision. The profiler writes
+# a JSON file, the *trace*. With `record_shapes=True`, the trace contains the dtype of each input tensor of an op,
+# except tensors in a list. <!-- tests/notebooks/test_14_ten_practices.py -->
 
 # %%
 os.environ["KINETO_LOG_LEVEL"] = "99"  # hide the profiler's log messages
