@@ -400,6 +400,15 @@ def test_8_bit_adam_of_torchao_and_its_state():
     with pytest.raises(NotImplementedError, match="OptimState8bit"):
         step(model, ordinary)
 
+    ordinary = torch.optim.AdamW(model.parameters())
+    step(model, ordinary)
+    same.load_state_dict(ordinary.state_dict())  # its learning rate is a number
+    with pytest.raises(RuntimeError, match="lr was changed to a non-Tensor object"):
+        step(model, same)
+    for group in same.param_groups:
+        group["lr"] = torch.tensor(1e-3)
+    step(model, same)
+
     saved = read(file)
     expected = saved["state"][0]["exp_avg"].dequantize()
     ordinary = torch.optim.AdamW(model.parameters())
