@@ -396,9 +396,10 @@ assert "expected scalar type Half but found Float" in message
 # not cast. So an op in `backward` gets an fp16 gradient and an fp32 tensor that `forward` saved. Or you
 # decorated only `backward` (`_fwd_used_autocast`).
 #
-# **The fix.** Decorate `forward` with `torch.amp.custom_fwd` and `backward` with `torch.amp.custom_bwd`. For a
-# kernel that supports only fp32, or that autocast does not cast for (Triton), pass `cast_inputs=torch.float32`
-# to `custom_fwd`, and let `forward` [return fp32](02_autocast_dtypes.ipynb#Your-own-autograd-functions).
+# **The fix.** Decorate `forward` with `torch.amp.custom_fwd(device_type="cuda")` and `backward` with
+# `torch.amp.custom_bwd(device_type="cuda")`. For a kernel that supports only fp32, or that autocast does not
+# cast for (Triton), pass `cast_inputs=torch.float32` to `custom_fwd`, and let `forward` [return
+# fp32](02_autocast_dtypes.ipynb#Your-own-autograd-functions).
 
 
 # %%

@@ -224,8 +224,8 @@ print(message_of(lambda: np.from_dlpack(prediction)))
 # %% [markdown]
 # **Why.** NumPy itself has neither bf16 nor FP8. <!-- tests/notebooks/test_08f_ops_and_devices.py -->
 #
-# **The fix.** Convert to fp32 first: `prediction.detach().float().cpu().numpy()`. If NumPy's bf16 array comes
-# from another library, such as JAX, write `torch.from_numpy(array.astype("float32")).bfloat16()`.
+# **The fix.** Convert to fp32 first: `prediction.detach().float().cpu().numpy()`. For a bf16 array of another
+# library, such as JAX, write `torch.from_numpy(array.astype("float32")).bfloat16()`.
 #
 # To keep every bit, view the tensor as 16-bit integers: `prediction.cpu().view(torch.int16).numpy()`.
 # `tolist()` needs no conversion.
