@@ -78,8 +78,9 @@ assert halves[halves >= 0].tolist() == [0, 0.5, 1, 1.5, 2, 3, 4, 6]
 # gradients](https://arxiv.org/abs/2209.05433), has a larger range but is coarser. **E2M1** is the
 # element of the four-bit formats MXFP4 and NVFP4, which follow below.
 #
-# PyTorch can cast to FP8. [Many other
-# ops](https://docs.pytorch.org/docs/stable/tensor_attributes.html), such as `+`, do not support FP8.
+# PyTorch can cast to FP8, but [many
+# ops](https://docs.pytorch.org/docs/stable/tensor_attributes.html), such as `+`, do not support it. So below we
+# round to FP8 and compute in fp32.
 # <!-- tests/notebooks/test_08b_learning.py -->
 #
 # ## The values that share a scale
@@ -153,8 +154,8 @@ for name in NAMES:
 
 # %% [markdown]
 # In the language models of [LLM.int8()](https://arxiv.org/abs/2208.07339), outlier channels are up to 20
-# times as large as the rest, not a million times. We now make the column 100 times as large. Which formats
-# still lose accuracy?
+# times as large as the rest. We now make the column 100 times as large, still more than in these models. Which
+# formats still lose accuracy?
 
 # %% tags=["nbval-ignore-output"]
 usual = normal.clone()
@@ -312,12 +313,12 @@ for name in ("mxfp4", "nvfp4"):
 # 1. `rehearse` runs a forward and a backward pass in fp32.
 # 2. It repeats the matmuls of each layer with rounded operands, in each format that suits the layer, and compares
 #    the results with those of fp32. In `fp8`, it rounds gradients to E5M2.
-# 3. It repeats both passes of the whole model in each format. The layers that should stay in 16 bits are in fp32
-#    here. If these are all layers, `rehearse` skips this step.
+# 3. It repeats both passes of the whole model in each format. Layers that should stay in 16 bits are in fp32 here.
+#    If no other layer is left, `rehearse` skips this step.
 #    <!-- tests/formats/test_inference_rehearsal.py, tests/formats/test_interception.py -->
 #
-# We call `rehearse` on our GPT, in which we create an outlier. We choose one of the 256 features in the MLP of
-# the second block, multiply its weights by a million, and divide its weights in the next layer by a million:
+# We call `rehearse` on our GPT, in which we create an outlier. In the MLP of the second block, we multiply the weights
+# of one of the 256 features by a million, and divide its weights in the next layer by a million:
 # <!-- tests/formats/test_rehearsal.py -->
 
 # %% tags=["nbval-ignore-output"]
