@@ -72,10 +72,9 @@ assert off[torch.float32, 64] < 1e-6
 assert 1e-3 < off[torch.bfloat16, 2] < off[torch.bfloat16, 64]
 
 # %% [markdown]
-# In fp32, our average over equal parts equals the gradient of the whole batch up to rounding, because only
-# the order of the sum differs. In bf16, each addition rounds the sum, and here the error is larger with 64
-# ranks than with 2. So with several devices, you also choose the dtype in which gradients are sent and
-# added up.
+# In fp32, our average over equal parts equals the gradient of the whole batch up to rounding. In bf16, each
+# addition rounds the sum, and here the error is larger with 64 ranks than with 2. So with several devices, you also
+# choose the dtype in which gradients are sent and added up.
 #
 # ## One process
 #
@@ -477,9 +476,8 @@ assert abs(before - found[False]) > 0.1  # it had a different model before
 # ## Summary
 #
 # - With the same global batch, DDP and FSDP2 trained our model like one process, up to rounding.
-# - Communication has its own dtype. By default, DDP sends the gradients of fp32 weights in fp32, with or
-#   without autocast. A communication hook can cast them. FSDP2 gathers weights in `param_dtype` and sums
-#   gradients in `reduce_dtype`.
+# - DDP by default sends the gradients of fp32 weights in fp32, with or without autocast. A communication hook can
+#   cast them. FSDP2 gathers weights in `param_dtype` and sums gradients in `reduce_dtype`.
 # - FSDP2 divides weights, gradients and optimizer state among the ranks.
 # - In the first cell, a sum of gradients in bf16 lost more precision with more ranks. So reduce in fp32.
 # - The scalers of all ranks must decide alike. If you average gradients yourself, average them before

@@ -131,8 +131,7 @@ _ = figures.sqnr_by_format(errors)
 
 # %% [markdown]
 # The figure shows the SQNR of all values except the outliers. Higher is better. Without an outlier, the
-# error depends almost only on the element: 31 to 32 dB in E4M3 (an error of 3 %), and 19 to 20 dB in
-# E2M1 (about 10 %).
+# element decides: the SQNR is 31 to 32 dB in E4M3 (an error of 3 %), and 19 to 20 dB in E2M1 (about 10 %).
 #
 # The outlier channel puts one outlier into each row. Each outlier ruins the values that share its scale:
 #
@@ -459,8 +458,7 @@ assert (usual, fnuz, torch.finfo(torch.float8_e4m3fnuz).max) == (1.0, 0.5, 240)
 #   element. The scales determine which values an outlier damages.
 # - One scale for the tensor was enough for FP8 with usual outliers. In four bits our outliers wiped out
 #   most of their blocks, so smaller blocks helped.
-# - Do not start a large run in a format that fails in a rehearsal. A format that passes can still fail in a
-#   long run.
+# - Do not start a large run in a format that fails in a rehearsal.
 #
 # ## Exercises
 #
