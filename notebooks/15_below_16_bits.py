@@ -85,7 +85,7 @@ assert halves[halves >= 0].tolist() == [0, 0.5, 1, 1.5, 2, 3, 4, 6]
 #
 # ## The values that share a scale
 #
-# The largest magnitude determines the scale. If one value is much larger than the others, small values
+# Here, the largest magnitude determines the scale. If one value is much larger than the others, small values
 # that share its scale may become zero. So it matters which values share a scale: a whole tensor, a row, or a
 # *block* (neighbours in a row). *MX* (microscaling) is an [open
 # standard](https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf), NVFP4 is
@@ -362,8 +362,8 @@ assert report.formats[1].gradients_off < 2**-4  # the largest rounding error of 
 # %% [markdown]
 # ## Train in FP8 on a GPU
 #
-# The report of `rehearse` ends with code that converts the model with torchao, for GPUs in [this
-# table](#Which-GPU-supports-which-format-(optional)). <!-- tests/formats/test_rehearsal.py -->
+# The report of `rehearse` ends with code that converts the model with torchao ([which GPU supports which
+# format](#Which-GPU-supports-which-format-(optional))). <!-- tests/formats/test_rehearsal.py -->
 # Compile the model as well. Only large layers gain, as [torchao's
 # table](https://github.com/pytorch/ao/tree/main/torchao/float8#performance) shows.
 #
@@ -396,7 +396,7 @@ assert off < 2**-8  # the rounding of the result to bf16
 # ## Sums in 14 bits (optional)
 #
 # Our simulation adds the products in fp32, but a Hopper GPU adds FP8 products in [about 14
-# bits](https://arxiv.org/abs/2412.19437). By default, PyTorch's FP8 matmul adds only short partial sums in 14 bits,
+# bits](https://arxiv.org/abs/2412.19437). By default, PyTorch's FP8 matmul there adds only short partial sums in 14 bits,
 # and then adds these in fp32. With `use_fast_accum=True`, the whole sum is in 14 bits. `hopper_matmul` imitates both.
 # <!-- tests/formats/test_hopper_sums.py -->
 #
@@ -442,7 +442,7 @@ for kind_of_values, (left, right) in (("both signs", rows), ("one sign", rows.ab
 # - The default NVFP4 recipe of Transformer Engine
 #   [fails](https://github.com/NVIDIA/TransformerEngine/issues/3062), as users report.
 #
-# MI300 uses the *fnuz* variants of E4M3 and E5M2, in which the same bits mean half the value. If you read an E4M3
+# MI300 uses the *fnuz* variants of E4M3 and E5M2, in which the bits of a nonzero number mean half the value. If you read an E4M3
 # checkpoint as *fnuz*, or the reverse, the values are wrong:
 
 # %%
