@@ -183,7 +183,7 @@ assert {p.dtype for p in amp_model.parameters()} == {torch.float32}
 
 # %% [markdown]
 # Both runs end at nearly the same loss, as the second assertion checks. The weights are still in fp32, so
-# AMP does not lose their small updates.
+# their updates are rounded as in the fp32 run.
 #
 # Next we measure the time of a step. `compare` runs steps of both loops in turns. We also compare the *saved
 # activations*: the tensors that the forward pass keeps for the backward pass, other than weights and casts

@@ -152,7 +152,8 @@ _ = figures.range_and_spacing(pictured)
 #
 # ## Rounding
 #
-# The exact result of a cast, an addition or a multiplication often lies between two numbers of the format.
+# The exact result of a cast from fp32, an addition or a multiplication often lies between two numbers of the
+# format.
 # The result is then rounded to the nearer number. In a *tie*, exactly in the middle, the result is rounded
 # to the number whose last bit is 0 (*round to nearest, ties to even*). From 2048 to 4096 fp16 has only the
 # even numbers, so every odd number is a tie. We round the integers from 2048 to 2056 to fp16.

@@ -211,7 +211,7 @@ print(f"the seeds of fp32 differ by up to {(fp32_final.max() - fp32_final.min())
 
 # %% [markdown]
 # Here the means of fp32 and bf16 differ by less than the seeds of fp32 do, so we see no loss of accuracy.
-# A difference that is smaller than the spread may be chance. The third exercise measures it more precisely,
+# A difference that is smaller than the spread may be chance. The third exercise can measure it more precisely,
 # by subtracting the losses seed by seed.
 #
 # We plot the picture that each network predicts. We use the networks trained with the first seed:
