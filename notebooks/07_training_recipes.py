@@ -73,8 +73,8 @@ assert math.isclose(clipped_first.norm(), 0.1 / 65536, rel_tol=1e-6)
 # - **Code that reads gradients belongs after `unscale_`.**
 # - **Code that computes gradients starts from `scaler.scale(…)`.**
 #
-# Code that reads only weights needs no change outside of the autocast block, because autocast leaves the
-# weights in fp32. <!-- tests/notebooks/test_07_training_recipes.py -->
+# Code that reads only weights needs no change, if it runs outside of the autocast block: the weights
+# themselves stay in fp32. <!-- tests/notebooks/test_07_training_recipes.py -->
 #
 # ## The setting
 #
@@ -111,8 +111,8 @@ def train_amp(model, optimizer, scaler, dtype):
 # ## How a recipe is checked
 #
 # `check_same` trains the same network with the fp32 loop, and with the AMP loop in fp16 and in bf16. Then it
-# compares the changes of all weights, taken as one vector. The norm of the difference must be less than 1/512
-# (fp16) or 1/64 (bf16) of the norm of the fp32 change. This is four times the rounding error of the format.
+# compares how much each training changed the weights. The relative difference from fp32 must be below 1/512
+# in fp16 and below 1/64 in bf16. This is four times the rounding error of the format.
 
 # %%
 problem.check_same(recipes.train_plain, train_amp)
@@ -257,10 +257,10 @@ problem.check_same(recipes.penalty_plain, penalty_amp)
 #
 # The fp32 loop calls `scheduler.step()` after every step.
 #
-# With AMP the scaler may skip a step, which the schedule should not count. `scaler.step` does not report
-# a skipped step, but the loss scale shows it. With one optimizer, [the scale
+# With AMP the scaler may skip a step, and the schedule should not count this step. `scaler.step` does not
+# report a skipped step, but the loss scale shows it. With one optimizer, [the scale
 # falls](https://github.com/pytorch/pytorch/blob/main/torch/amp/grad_scaler.py) exactly when the step was
-# skipped. (A scale of 0 cannot fall further.)
+# skipped.
 
 
 # %%
@@ -315,8 +315,8 @@ assert torch.equal(recomputed, problem.change(train_amp, torch.float16))
 
 # %% [markdown]
 # **Without `use_reentrant`** you get the older kind of checkpoint, and a warning. If its input needs no
-# gradient, such as a batch of data, the parameters inside get no gradient either. If layers that learn follow,
-# `train_amp` raises no error, but the checkpointed part never learns.
+# gradient, such as a batch of data, the parameters inside get no gradient either. So the checkpointed part
+# never learns. If other layers follow that do learn, no error is raised.
 # <!-- tests/notebooks/test_07_training_recipes.py -->
 #
 # **A rare error** (torch 2.15): if two checkpointed parts share a trained weight and a `context_fn` saves only
@@ -360,8 +360,8 @@ assert math.isclose(ratio, 2, rel_tol=1e-3)
 # With the early `update`, the gradients of the second optimizer were multiplied by 65,536, but divided by
 # 32,768.
 #
-# With `update` at the end, the second optimizer still steps when only the first one's gradients overflow.
-# If that harms your training, use one optimizer with two parameter groups.
+# With `update` at the end, the scaler still decides for each optimizer alone: it can skip the step of the
+# first and not that of the second. To skip both, use one optimizer with two parameter groups.
 # <!-- tests/notebooks/test_07_training_recipes.py -->
 #
 # ## Load half precision weights
@@ -397,13 +397,13 @@ assert message == "Attempting to unscale FP16 gradients."
 # These recipes are short. <!-- tests/notebooks/test_07_training_recipes.py -->
 #
 # - **Average the weights (EMA).** AMP needs no change, because the weights are fp32. Keep the average in
-#   fp32 too: in bf16 or fp16, all its small updates may be rounded away.
+#   fp32 too: in 16 bits, its small updates may be rounded away.
 # - **Compile the model.** Call `torch.compile(model)` as without AMP. Use the same autocast settings in
 #   every call, also in evaluation, or PyTorch compiles the model again ([notebook
 #   18](18_inference_and_export.ipynb#What-torch.compile-changes)).
 # - **Evaluate during training.** Do not evaluate inside the autocast block of a training step. By
-#   default, the block keeps 16-bit copies of the weights, which are out of date after the optimizer step. Use a separate
-#   block.
+#   default, the block keeps 16-bit copies of the weights, which are out of date after the optimizer step. Use
+#   a separate block.
 #
 # ## Summary
 #
