@@ -9,9 +9,9 @@
 # %% [markdown]
 # # Predict the dtype of every op under autocast
 #
-# **What you'll do.** Find out which dtype an op returns under `torch.autocast`. Follow the
-# casts through a forward and a backward pass, switch autocast off for one region, and make a function of
-# your own follow the same rules. At the end, compare the rules of a CPU with those of CUDA.
+# **What you'll do.** Find out which dtype an op returns under `torch.autocast`. Follow the casts through a
+# forward and a backward pass. Switch autocast off for one region, and use it with an autograd function of
+# your own. At the end, compare the rules of a CPU with those of CUDA.
 #
 # **What you'll learn.**
 # - the four things that autocast can do with an op, and three questions that tell you which;
@@ -67,9 +67,9 @@ assert defaults == [torch.bfloat16] + [torch.float16] * 3
 #
 # ## Four things that can happen to an op
 #
-# Each backend has a list of ops. [PyTorch's documentation shows those of CUDA, XPU and the
-# CPU](https://docs.pytorch.org/docs/stable/amp.html#autocast-op-reference). Nearly every op on the list has
-# one of three policies. Autocast leaves an op alone that is not on the list:
+# Each backend has a list of ops. [PyTorch's documentation shows the lists of CUDA, XPU and the
+# CPU](https://docs.pytorch.org/docs/stable/amp.html#autocast-op-reference). Autocast leaves all other ops
+# alone. Nearly every op on the list has one of three policies:
 #
 # | policy | what autocast does | typical ops |
 # |---|---|---|
@@ -84,8 +84,8 @@ assert defaults == [torch.bfloat16] + [torch.float16] * 3
 #
 # 1. **Is the call eligible?** [Some tensors and some calls](#What-is-eligible,-and-what-is-not) are not
 #    cast.
-# 2. **Is the op on the list of this backend?** An op that is not on the list may call one that is.
-#    Otherwise PyTorch's usual rules apply: the sum of an fp32 matrix and a 16-bit matrix is fp32.
+# 2. **Is the op on the list of this backend?** If not, PyTorch's usual rules apply: the sum of an fp32
+#    matrix and a 16-bit matrix is fp32. (But an op that is not on the list may call one that is.)
 # 3. **Which policy does the op have there?**
 #
 # ## Find the policy of an op
@@ -109,8 +109,8 @@ assert table["relu"] == table["add"] == table["mean"] == ["fp32", SHORT[low]]
 # Most rows tell you the policy of their op. (No op of this table has the policy *promote*.)
 #
 # - **Low precision in both columns:** the policy is *lower precision*.
-# - **fp32 in both columns:** the policy is *fp32*. The row `add fp32` shows PyTorch's own promotion
-#   instead, because it adds an fp32 copy.
+# - **fp32 in both columns:** the policy is *fp32*. The row `add fp32` is an exception: it adds an fp32
+#   copy to the input, so PyTorch itself promotes the sum to fp32.
 # - **The input's dtype in each column:** the op is not on the list of this device.
 #
 # ## What is eligible, and what is not
@@ -223,8 +223,8 @@ assert (careless.dtype, careful.dtype, back.dtype) == (low, torch.float32, low)
 # ## The cache of weight casts
 #
 # If a block uses a weight five times, one cast is enough. So autocast has a cache of weight casts. We count
-# the casts for a trained weight with and without the cache, for a frozen weight, and for a weight that is
-# computed from another tensor.
+# the casts of three weights: one that is trained (with and without the cache), one that is frozen, and one
+# that is computed from another tensor.
 
 
 # %%
@@ -247,8 +247,8 @@ for kind, count in counts.items():
 assert list(counts.values()) == [1, 5, 5, 5]
 
 # %% [markdown]
-# Only one case needed a single cast: the trained weight, with the cache on. In training, the cache keeps
-# the casts of fp32 **leaf tensors that require a gradient** until the outermost block ends.
+# Only the trained weight with the cache needed a single cast. In training, the cache keeps the casts of
+# fp32 **leaf tensors that require a gradient** until the outermost block ends.
 # <!-- tests/notebooks/test_02_autocast_dtypes.py -->
 #
 # The cache hurts if a weight changes inside the block. We double a weight, as `optimizer.step()` might.
@@ -273,8 +273,8 @@ assert torch.equal(fresh, 2 * before)
 #
 # ## Your own autograd functions
 #
-# We write a `torch.autograd.Function` and call it inside the block, so autocast casts in its `forward`. Its
-# `backward` runs outside, where autocast does not cast. Do the dtypes in `backward` match?
+# We write a `torch.autograd.Function` and call it inside the block. So autocast casts in its `forward`, but
+# not in its `backward`, which runs outside. Do the dtypes in `backward` match?
 
 
 # %%
@@ -324,7 +324,7 @@ torch.testing.assert_close(weight.grad, exact, rtol=0.02, atol=0)  # about five 
 #
 # ## Ask for any backend's policy
 #
-# You can see CUDA's dtypes without CUDA: a **fake tensor** has a device, a shape and a dtype, but no data,
+# You can see CUDA's dtypes without a GPU. A **fake tensor** has a device, a shape and a dtype, but no data,
 # so its device need not exist. In a block of `policy_of`, new tensors are fake, and autocast is on for the
 # device that you name. We give each op an input in low precision. Before you look: which ops will return
 # fp32 on CUDA, but not on the CPU?

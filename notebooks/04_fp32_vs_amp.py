@@ -161,8 +161,9 @@ with Precision.FP32.float32_mode("cpu"):
     assert torch.backends.cudnn.conv.fp32_precision == "ieee"
 
 # %% [markdown]
-# We compare FP32 with each precision that `describe_device` reports as accelerated, or with bf16 if there
-# is none. Unless the machine is too busy, `describe_device` times a matmul in each precision to find out.
+# Which precisions are faster than FP32 on this device? `describe_device` times a matmul in each precision,
+# unless the machine is too busy. We compare FP32 with the precisions that it reports as accelerated, or with
+# bf16 if there is none.
 # <!-- tests/core/test_device.py -->
 
 # %% tags=["nbval-ignore-output"]
@@ -195,8 +196,8 @@ for loss in losses.values():  # (seeds, epochs)
     assert (loss[:, -1] < 0.1 * loss[:, 0]).all()  # every loss fell by more than 90 %
 
 # %% [markdown]
-# Each line is the mean loss over the seeds, on a logarithmic axis. The band around a line reaches from
-# the lowest seed to the highest. On our two CPU cores the two lines nearly coincide.
+# Each line is the mean loss of the three seeds, on a logarithmic axis. The band around a line reaches from
+# the lowest loss to the highest. On our two CPU cores the two lines nearly coincide.
 #
 # To put a number on the difference, we average the loss of each run over the last ten epochs:
 
@@ -239,15 +240,15 @@ for picture in pictures.values():
 # Next we measure how long a training step takes. `compare` times functions against each other:
 #
 # - **Rounds.** After a warm-up, every function has one turn in each round. Before and after each turn,
-#   `compare` waits until the device has finished. Every second round runs in reverse order, so that a drift
-#   of the machine affects all functions alike.
+#   `compare` waits until the device has finished. Every second round runs in reverse order, so that a
+#   machine that slowly becomes faster or slower affects all functions alike.
 # - **Speed-up.** `compare` computes the speed-up within each round. A reliable result shows the median, with
 #   its 95 % interval in brackets.
 # - **Other programs.** `compare` leaves out rounds in which it notices another program. If too few rounds
 #   remain, it keeps all, and the result says *not reliable*. <!-- tests/core/test_timing.py -->
 #
-# Unless the machine was busy, `is_possible` checks that a time is not far shorter than the device allows.
-# It compares the floating-point operations (FLOP) per second of the step with those of a matmul.
+# Then `is_possible` checks that the step is not far faster than the device allows. It compares the
+# floating-point operations (FLOP) per second of the step with those of a matmul, unless the machine was busy.
 # <!-- tests/notebooks/test_04_fp32_vs_amp.py -->
 #
 # Before you run this: how much faster do you expect the step to be in 16 bits?
@@ -263,9 +264,9 @@ fastest = training.ratio(Precision.FP32, precisions[-1])
 assert device.type == "cpu" or not fastest.is_below(1)
 
 # %% [markdown]
-# The lines show the time of a step in each precision and, except for FP32, the interval of its speed-up
-# over FP32. A precision is faster if a reliable interval lies above 1x, and slower if it lies below 1x. If
-# the interval contains 1x, this measurement cannot tell. On our two CPU cores AMP is faster.
+# Each line shows the time of a step in one precision. Except for FP32, it also shows the interval of the
+# speed-up over FP32. A precision is faster if a reliable interval lies above 1x, and slower if it lies below
+# 1x. If the interval contains 1x, this measurement cannot tell. On our two CPU cores AMP is faster.
 #
 # Inference runs only the forward pass, so it needs autocast but no scaler. Will inference gain more than
 # training, or less?
@@ -284,10 +285,9 @@ assert inference_flops < 0.5 * training_flops  # the backward pass is most of a 
 #
 # ## Memory of a training step
 #
-# Autograd saves tensors for the backward pass. `saved_bytes` adds up their sizes, without the parameters,
-# with [hooks that see each saved
-# tensor](https://docs.pytorch.org/tutorials/intermediate/autograd_saved_tensors_hooks_tutorial.html). On
-# GPUs for which PyTorch records it, `measure` also reads the peak memory of the whole step. <!-- tests/core/test_timing.py -->
+# Autograd saves tensors for the backward pass. `saved_bytes` adds up the sizes of these tensors, except the
+# parameters, with [hooks](https://docs.pytorch.org/tutorials/intermediate/autograd_saved_tensors_hooks_tutorial.html).
+# On GPUs for which PyTorch records it, `measure` also reads the peak memory of the whole step. <!-- tests/core/test_timing.py -->
 
 # %% tags=["nbval-ignore-output"]
 saved_mib, peak_mib = {}, {}
@@ -310,8 +310,8 @@ _ = figures.time_and_memory(
 )
 
 # %% [markdown]
-# The figure shows the time on the left and the memory on the right. Here the label above a bar gives its
-# value and, for AMP, the speed-up or the share of FP32's memory. <!-- tests/plots/test_plots.py -->
+# The figure shows the time on the left and the memory on the right. The label above a bar gives its value.
+# For AMP, it also gives the speed-up or the share of FP32's memory. <!-- tests/plots/test_plots.py -->
 #
 # On our two CPU cores, autograd stores about half as many bytes with bf16 as with FP32, because nearly
 # all of these bytes are activations in bf16. <!-- tests/notebooks/test_04_fp32_vs_amp.py -->
@@ -341,8 +341,8 @@ for task, (fp32_s, amp_s) in article.items():
 # done](https://docs.pytorch.org/docs/stable/notes/cuda.html#asynchronous-execution). If you then read the
 # clock without waiting, you time how fast the CPU queues work.
 #
-# `compare` always waits. To see this mistake, we write a clock that can also stop without waiting. `Rounds`,
-# a part of `compare`, collects the times of each round. <!-- tests/core/test_timing.py -->
+# `compare` always waits. To show this mistake, we write a clock that can also stop without waiting, and
+# collect its times with `Rounds`, which `compare` uses too. <!-- tests/core/test_timing.py -->
 
 
 # %%
@@ -377,8 +377,8 @@ assert device.type != "cpu" or not hidden.is_above(1.1)
 # %% [markdown]
 # The second line compares the two clocks. On our two CPU cores they agree: the interval contains 1x.
 #
-# On a GPU the interval may lie above 1x. But both clocks time the same step, so this speed-up is not real:
-# the second clock stopped too early. On an H100, it reported [six times the
+# On a GPU the interval may lie above 1x. Both clocks time the same step, so this speed-up is not real: the
+# second clock stopped too early. On an H100, it reported [six times the
 # speed](../data/results/README.md#an-nvidia-h100).
 #
 # ## Summary
