@@ -14,7 +14,7 @@
 # interrupted run, and check that it gives the same weights to the last bit.
 #
 # **What you'll learn.**
-# - which lines of the loop change, and how one function serves every precision;
+# - which lines of the loop change, and how one function works in every precision;
 # - how to tell whether reduced precision has cost accuracy;
 # - how to find the layers that are slower under autocast;
 # - what to save and load so that a run with a scaler can be resumed.
@@ -114,7 +114,7 @@ def train_loader(epoch, seed):
 # through a scaler. <!-- tests/notebooks/test_05_cifar10_mobilenet.py -->
 #
 # Both autocast and `GradScaler` take `enabled=`. With `enabled=False`, autocast casts nothing, and the
-# scaler leaves the loss unchanged and only calls `optimizer.step`. So one loop serves every precision:
+# scaler leaves the loss unchanged and only calls `optimizer.step`. So one loop works in every precision:
 # we enable autocast for fp16 and bf16, and the scaler for fp16 alone.
 # <!-- tests/notebooks/test_05_cifar10_mobilenet.py -->
 #
@@ -165,8 +165,8 @@ def evaluate(model, loader, dtype):
 
 
 # %% [markdown]
-# A run has a network, an optimizer, a learning-rate schedule and *one* scaler. The scaler lives as long
-# as the run.
+# A run has a network, an optimizer, a learning-rate schedule and *one* scaler, which it keeps until the
+# end.
 
 
 # %%
@@ -349,7 +349,7 @@ assert scales[0] > scales[1]  # it has skipped steps
 
 # %% [markdown]
 # To resume, we create a new run, load the saved states into it, and continue. The new network starts
-# from another seed, so only loading can make its weights right.
+# from another seed, so its weights are right only after loading.
 
 
 # %%
@@ -398,7 +398,7 @@ folder.cleanup()
 # ## Summary
 #
 # - AMP needs eight marked lines: six in the training loop, one in the evaluation, and one that creates
-#   the scaler. With `enabled=`, one loop serves every precision. One scaler serves the whole run.
+#   the scaler. With `enabled=`, one loop works in every precision. Use one scaler for the whole run.
 # - By our yardstick, a difference in accuracy counts if it is larger than the spread of the seeds plus
 #   two standard errors.
 # - Time autocast on your own network, with the batch and image size that you use. If autocast is slower
@@ -504,7 +504,7 @@ exercises.check_mended_loop(mended_loop)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# Compare the loop with `train_epoch`, line by line. How long does a scaler live? Which call decides
+# Compare the loop with `train_epoch`, line by line. How many scalers does a run need? Which call decides
 # whether a step is skipped?
 #
 # </details>
@@ -526,7 +526,7 @@ exercises.check_mended_loop(mended_loop)
 # ```
 #
 # The loop created a new scaler in every epoch. It also called `optimizer.step()`, which changes the
-# weights even if a gradient is infinite. `scaler.step` skips the step then. It also unscales the
+# weights even if a gradient is infinite. In that case, `scaler.step` skips the step. It also unscales the
 # gradients if you have not, so you may keep `unscale_` or remove it.
 #
 # </details>
@@ -568,5 +568,5 @@ exercises.check_superfluous(superfluous)
 # - [Automatic mixed precision examples](https://docs.pytorch.org/docs/stable/notes/amp_examples.html):
 #   clipping, accumulation, several losses, in PyTorch's own words.
 # - [Saving and loading models](https://docs.pytorch.org/tutorials/beginner/saving_loading_models.html),
-#   and [reproducibility](https://docs.pytorch.org/docs/stable/notes/randomness.html): what else bitwise
-#   equality needs.
+#   and [reproducibility](https://docs.pytorch.org/docs/stable/notes/randomness.html): what else you
+#   need for bitwise equality.

@@ -172,7 +172,7 @@ check_close(runs["autocast"], runs["O1"], SAME)
 assert runs["O1"].scale == 2.0**13  # three steps skipped, in both
 
 # %% [markdown]
-# Today's fp32 gives the losses of O0, and autocast gives the losses of O1.
+# The fp32 loop gives the same losses as O0, and autocast gives the same losses as O1.
 #
 # For classifiers there is a difference. At O1, Apex ran `cross_entropy` in
 # [fp32](https://github.com/NVIDIA/apex/blob/e13873debc4699d39c6861074b9a3b2a02327f92/apex/amp/lists/functional_overrides.py).
@@ -193,7 +193,7 @@ assert runs["autocast"].losses != runs["O2"].losses
 # The losses are close, but not equal: they differ by at most 0.2 % of the largest loss. This is because Apex
 # [cast the model to
 # fp16](https://github.com/NVIDIA/apex/blob/e13873debc4699d39c6861074b9a3b2a02327f92/apex/amp/_initialize.py)
-# before it copied the master weights from it. So they start with only 11 significant bits.
+# before it copied the master weights from it. So the master weights start with only 11 significant bits.
 #
 # ### O3: everything in fp16
 #
@@ -385,8 +385,8 @@ if find_spec("libcst") is not None:
     assert len(marks) == len(findings) == 3
 
 # %% [markdown]
-# Line 9 is the line that clips. Our loop of today passes `model.parameters()` there, which is the same here, because the
-# optimizer updates all parameters of the model.
+# Line 9 clips the gradients. Our new loop passes `model.parameters()` there. These are the same parameters here, because
+# the optimizer updates all parameters of the model.
 #
 # ## Checkpoints that Apex wrote
 #

@@ -140,7 +140,7 @@ class Adam:
 # <!-- code -->
 #
 # - [**Stochastic rounding**](https://arxiv.org/abs/2010.06192) rounds up or down at random. A sum that lies three
-#   tenths of the way to the next number is rounded to it in three cases out of ten.
+#   tenths of the way to the next number is rounded up in three cases out of ten.
 # - **Kahan summation** keeps a second bf16 number for each weight. This number stores the error of the last
 #   rounding. The next step adds this error to its update.
 # - **fp32 masters** are a copy of the weights in fp32. The optimizer updates this copy, then casts it
@@ -378,7 +378,7 @@ STATES = {
 }
 
 # %% [markdown]
-# We train with each of them, count the seeds whose loss is finite at the end, and print the mean loss. Before you
+# We train with each format, count the seeds whose loss is finite at the end, and print the mean loss. Before you
 # run this: which format fails, and how?
 
 # %% tags=["nbval-ignore-output"]
@@ -433,8 +433,8 @@ assert zeros["INT8"] > 0.1 > zeros["INT8, no zero"] == 0
 #   distance to the next number in its direction.
 # - Stochastic rounding, Kahan summation (2 more bytes) and fp32 masters (4 more bytes) each fixed this
 #   problem here.
-# - For Adam's state, eight bits or even four were enough here, in a format that stored no square as zero. With a
-#   zero, Adam can divide by little more than epsilon.
+# - For Adam's state, eight bits or even four were enough here, in a format that stored no square as zero. If a
+#   square is stored as zero, Adam can divide by little more than epsilon.
 # - With AdamW a parameter takes 16 bytes in fp32, 8 in bf16, and about 6 in bf16 with 8-bit state.
 #
 # ## Exercises
@@ -533,7 +533,7 @@ exercises.check_bytes(bytes_each)
 # ### 4. Store squares without a zero
 #
 # Complete the function. The step of a row is a 256th of its largest value. Round each of the positive
-# squares to the nearest multiple of the step of its row, but never to zero.
+# squares to the nearest multiple of its row's step, but never to zero.
 
 
 # %%

@@ -203,10 +203,10 @@ torch.backends.cudnn.allow_tf32 = kept  # for the next cells; leave this line ou
 # ### Old and new settings
 #
 # `torch.set_float32_matmul_precision` and `allow_tf32` are the old settings. PyTorch also has newer ones, such as
-# `torch.backends.cuda.matmul.fp32_precision`. If you change an old setting, PyTorch changes the new one too, but not
-# the other way round. If the two disagree and some code reads the old setting, PyTorch can raise an error.
-# [Lightning](https://github.com/Lightning-AI/pytorch-lightning/issues/21256) reads it, for example. The next cell changes the new
-# setting and reads the old one:
+# `torch.backends.cuda.matmul.fp32_precision`. If you change an old setting, PyTorch changes the new one too. If
+# you change a new setting, PyTorch does not change the old one. If the two disagree and some code reads the old setting,
+# as [Lightning](https://github.com/Lightning-AI/pytorch-lightning/issues/21256) does, PyTorch can raise an error. The
+# next cell changes the new setting and reads the old one:
 
 # %%
 matmul = torch.backends.cuda.matmul
@@ -229,9 +229,9 @@ assert torch.get_float32_matmul_precision() == before
 #
 # ## Trained in bf16, on a GPU without it
 #
-# Many language models were trained in bf16, whose largest number is 3.4e38. Where only fp16 is fast, you would run
-# them in fp16, whose largest number is only 65504. In the next model, the weights, inputs and outputs are below
-# 65504, but some hidden values are larger. Here, `largest_values` returns the largest magnitude that each module
+# Many language models were trained in bf16, whose largest number is 3.4e38. On a GPU where only fp16 is fast, you
+# would run them in fp16, whose largest number is only 65504. In the next model, the weights, inputs and outputs are
+# below 65504, but some hidden values are larger. Here, `largest_values` returns the largest magnitude that each module
 # computes. The modules of this `nn.Sequential` are called 0, 1 and 2, and `output` is the whole model:
 # <!-- tests/numerics/test_largest_values.py -->
 
@@ -262,7 +262,7 @@ assert not in_fp16.isfinite().all()
 # - **Run the layers that compute or receive such values in fp32**, and the rest in fp16. Cast to fp32 before the
 #   first of these layers, and back to fp16 after the last.
 # - **Move a power of two from one linear layer to the next** (exercise 4). Divide the weight and bias of the first
-#   layer by it, and multiply the weight of the second layer by it. The second weight then has to fit in fp16
+#   layer by this power, and multiply the weight of the second layer by it. The second weight then has to fit in fp16
 #   too. A ReLU may stand between the layers, because relu(x / c) = relu(x) / c for c > 0. A GELU does not
 #   have this property. <!-- tests/notebooks/test_19_choose_your_precision.py -->
 #
