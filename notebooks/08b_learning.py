@@ -63,8 +63,8 @@ x = torch.tensor([[1.0, 2.0]])  # (1, 2), the input of several programs below
 # **What you see.** Every step is skipped, and the scale halves each time, from 65536 down to 0. The
 # loss itself may look perfectly good.
 #
-# **A small program that shows it.** The loss is a sum of square roots of squared weights. One weight starts
-# at zero.
+# **A small program that shows it.** The loss squares each weight, takes the root, and adds up the
+# results. One weight starts at zero.
 
 
 # %%
@@ -179,7 +179,7 @@ assert torch.tensor(1e-4 / 16384).bfloat16() > 0
 
 # %% [markdown]
 # **Notice it earlier.** `gradient_underflow` finds the smallest loss scale (1, 2, 4, …) at which at most 0.1 % of
-# the nonzero gradient values become zero in fp16. It counts a sample of the values of a large tensor. The model
+# the nonzero gradient values become zero in fp16. In a large tensor it counts only a sample of the values. The model
 # itself can run in fp32:
 
 # %%
@@ -222,9 +222,9 @@ trained.sum().backward()
 assert torch.equal(model[0].weight.grad, x.expand(2, 2))  # right, in this version
 
 # %% [markdown]
-# **Why.** Before [torch 2.11](https://github.com/pytorch/pytorch/pull/165068), a pass under `torch.no_grad()` by
-# default left copies of the weights without autograd history in autocast's cache. A later pass in the same block used
-# these copies, so the weights got no gradient.
+# **Why.** By default, autocast caches its copies of the weights. Before [torch
+# 2.11](https://github.com/pytorch/pytorch/pull/165068), a pass under `torch.no_grad()` cached copies without autograd
+# history. A later pass in the same block used these copies, so the weights got no gradient.
 #
 # **The fix.** Close the outermost autocast block after the evaluation and open another one for training, or
 # update PyTorch.
@@ -344,8 +344,8 @@ print(f"weights in {model[0].weight.dtype}: 1 -> {after_updates(model):.2f}")
 assert after_updates(model) == 1.0
 
 # %% [markdown]
-# **Why.** PyTorch's optimizers round an update of a bf16 weight away if it is smaller than about 0.2 % of the weight
-# (in fp16 0.02 %).
+# **Why.** When a PyTorch optimizer updates a bf16 weight, an update smaller than about 0.2 % of the weight is rounded
+# away (in fp16 0.02 %).
 #
 # **The fix.** Keep the weights that you train in fp32 and let autocast use bf16: call `model.float()` before you
 # create the optimizer, and load a bf16 checkpoint without `assign=True`.
@@ -396,8 +396,8 @@ assert str(broken) == "[nan, -inf]"
 
 # %% [markdown]
 # **Why.** PyTorch's Adam keeps its moments in the dtype of the weights. In fp16, the square of a small gradient and
-# Adam's epsilon of 1e-8 are 0, so by default Adam divides by 0: a gradient of 0 gives 0/0 = NaN, and a small gradient
-# an infinite update. <!-- tests/notebooks/test_08a_values.py -->
+# Adam's epsilon of 1e-8 become 0, so by default Adam divides by 0. A gradient of 0 then gives 0/0 = NaN, and a small
+# gradient gives an infinite update. <!-- tests/notebooks/test_08a_values.py -->
 #
 # **The fix.** Keep the weights that you train in fp32: call `model.float()` instead of `model.half()` before you
 # create the optimizer, and let autocast cast the weights.
@@ -463,7 +463,7 @@ assert torch.tensor([998, 999]).to(torch.bfloat16).tolist() == [1000, 1000]
 # casts a buffer of frequencies (`inv_freq`).
 #
 # **The fix.** Create positions, counters and frequencies in fp32, and indices as integers. Compute the angles of RoPE
-# inside `torch.autocast(device_type, enabled=False)`, and cast the sines and cosines afterwards, not the positions.
+# inside `torch.autocast(device_type, enabled=False)`. Afterwards cast the sines and cosines, but not the positions.
 
 # %%
 with torch.autocast("cpu", dtype=torch.bfloat16), torch.autocast("cpu", enabled=False):
@@ -507,8 +507,8 @@ print("sum in bf16:", total_of(torch.tensor(0.0, dtype=torch.bfloat16)))
 assert total_of(torch.tensor(0.0, dtype=torch.bfloat16)) == 1024
 
 # %% [markdown]
-# **Why.** A sum in bf16 has 8 significant bits (in fp16 11), so a loss that is small compared with the sum changes
-# nothing. If you log the increase of the sum, the log then shows 0.
+# **Why.** A sum in bf16 has 8 significant bits (in fp16 11), so a loss that is small compared with the sum does not
+# change the sum. If you log the increase of the sum, the log then shows 0.
 #
 # **The fix.** Add up losses and metrics in fp32: start with
 # `torch.zeros((), dtype=torch.float32, device=loss.device)`, or add `loss.item()` to a Python number.
@@ -542,7 +542,7 @@ assert total_of(torch.zeros((), dtype=torch.float32)) == 2500
 # bad.
 #
 # **A small program that shows it.** We cast small weights to FP8 without a scale. The cell prints five
-# errors: two of an addition (FP8 plus FP8, FP8 plus fp32) and three of a linear layer (no bias, an fp32 bias, an
+# errors: two from additions (FP8 plus FP8, FP8 plus fp32) and three from linear layers (no bias, an fp32 bias, an
 # FP8 bias). Then it prints the share of the weights that became zero.
 
 # %%
@@ -558,7 +558,7 @@ assert 0.1 < (stored.float() == 0).float().mean() < 0.2
 
 # %% [markdown]
 # **Why.** Without a scale, weights below 2^-10 (0.001) become zero in `torch.float8_e4m3fn`, and weights above 448
-# become 448 or NaN. Many operations are also missing in FP8, such as an addition in eager mode, and PyTorch does not
+# become 448 or NaN. PyTorch also lacks many operations for FP8, such as addition in eager mode, and does not
 # promote an FP8 matrix to another dtype. <!-- tests/notebooks/test_08b_learning.py -->
 #
 # **The fix.** Use a library that stores a scale with each FP8 weight, such as

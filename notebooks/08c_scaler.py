@@ -185,7 +185,7 @@ assert "unscale_() has already been called on this optimizer since the last upda
 # comes [from the Trainer](https://github.com/huggingface/transformers/issues/23935), update Transformers and
 # Accelerate.
 #
-# Here the weights are then, up to rounding, the same as after a loop without a scaler:
+# Up to rounding, the weights are now the same as after a loop without a scaler:
 
 # %%
 model, optimizer = make()
@@ -244,9 +244,9 @@ print(message)
 assert "No inf checks were recorded for this optimizer." in message
 
 # %% [markdown]
-# **Why.** Every `.grad` of this optimizer is `None`, for example because its parameters are frozen or belong to
-# another copy of the model, or because the loss does not depend on them: `.item()`, `.detach()`, `torch.tensor(...)`
-# and ops without a derivative, such as `argmax`, disconnect the loss from the parameters.
+# **Why.** Every `.grad` of this optimizer is `None`. For example, its parameters are frozen or belong to another copy
+# of the model. Or the loss does not depend on them: `.item()`, `.detach()`, `torch.tensor(...)` and ops without a
+# derivative, such as `argmax`, disconnect the loss from the parameters.
 # <!-- tests/notebooks/test_08c_scaler.py -->
 #
 # **The fix.** If the parameters should not be trained in this step, call `scaler.step` only for the other optimizers,
@@ -330,8 +330,8 @@ assert len(set(messages.values())) == 7
 
 # %% [markdown]
 # **Why.** For every optimizer step, an enabled scaler expects `scale`, then `unscale_` if you clip, then `step`, and
-# at the end `update`. It can refuse a call that comes too early, and refuses a second `unscale_` or `step`. You
-# cannot pickle it between `step` and `update`.
+# at the end `update`. It raises an error for a second `unscale_` or `step`, and it can raise one for a call that
+# comes too early. You cannot pickle it between `step` and `update`.
 #
 # **The fix.** For [every optimizer step](https://docs.pytorch.org/docs/stable/notes/amp_examples.html), call
 # `scaler.scale(loss).backward()` for each batch, `scaler.unscale_(optimizer)` if you clip, `scaler.step(optimizer)`
@@ -340,7 +340,7 @@ assert len(set(messages.values())) == 7
 # `self.manual_backward(loss)`. <!-- tests/notebooks/test_08c_scaler.py -->
 #
 # Log the loss before you scale it. Do not divide a scaled loss by `get_scale()` after `update`: if `update`
-# changed the scale, the result is wrong by a factor of 2, by default. <!-- tests/notebooks/test_08c_scaler.py -->
+# changed the scale, the result is by default wrong by a factor of 2. <!-- tests/notebooks/test_08c_scaler.py -->
 
 # %%
 call("unscale_", "step", "update")
@@ -389,9 +389,9 @@ assert math.isnan(weight_after_step(torch.optim.Adam, by_scaler=False, gradient=
 
 # %% [markdown]
 # **Why.** After `scaler.scale(loss).backward()` the gradients are multiplied by the scale, which by default starts at
-# 65536. `scaler.step(optimizer)` divides them by the scale, unless `unscale_` did, and skips the step if one is
-# infinite or NaN; `optimizer.step()` does neither. Adam hides the factor, but an infinite gradient makes its weight
-# NaN.
+# 65536. `scaler.step(optimizer)` divides them by the scale, unless `unscale_` has already done so, and skips the step
+# if one of them is infinite or NaN. `optimizer.step()` does neither. Adam's steps hardly depend on the size of the
+# gradients, but an infinite gradient makes its weight NaN.
 #
 # **The fix.** Replace every `optimizer.step()` by `scaler.step(optimizer)`, and call `scaler.update()` after
 # it. Do not [call both](https://github.com/IAHispano/Applio/pull/860): the weights would be updated twice. If
@@ -462,7 +462,7 @@ assert "Closure use is not currently supported if GradScaler is enabled." in mes
 #
 # SAM (*sharpness-aware minimization*) has [a similar problem](https://github.com/davda54/sam/issues/97): it
 # steps twice in an iteration, and you call its first step without the scaler. If gradients overflow,
-# nothing skips this step, so the weights can become NaN permanently. <!-- tests/notebooks/test_08c_scaler.py -->
+# this step is not skipped, so the weights can become NaN permanently. <!-- tests/notebooks/test_08c_scaler.py -->
 #
 # **The fix.** Use bf16 or fp32 with `GradScaler(enabled=False)`, which passes the closure on to the optimizer, or in
 # Lightning `precision="bf16-mixed"`. <!-- tests/notebooks/test_08c_scaler.py -->
@@ -476,7 +476,7 @@ assert after < 0.01 * before
 
 # %% [markdown]
 # **Not this.** Do not write `scaler.step(optimizer, closure)`. The scaler does not notice a closure that is passed by
-# position, and the optimizer can then step with scaled gradients that nobody checked.
+# position, so the optimizer can step with scaled gradients that the scaler has not checked.
 # <!-- tests/notebooks/test_08c_scaler.py -->
 
 # %% [markdown]

@@ -88,8 +88,8 @@ assert moved < 2e-5
 
 # %% [markdown]
 # **Why.** The gradients were clipped or logged while they were still multiplied by the loss scale, such as 65536.
-# `scaler.step` then divides clipped gradients by the scale, so they become almost zero. If the scale is halved or
-# doubled, the logged norm is too. <!-- tests/notebooks/test_08d_loop_and_resume.py -->
+# `scaler.step` then divides clipped gradients by the scale, so they become almost zero. If the scale doubles or
+# halves, so does the logged norm. <!-- tests/notebooks/test_08d_loop_and_resume.py -->
 #
 # **The fix.** Call `scaler.unscale_(optimizer)` after the last backward pass of a step, before you clip or log
 # gradients.
@@ -155,9 +155,9 @@ print(message)
 assert "of order 2.0 for gradients from `parameters` is non-finite" in message
 
 # %% [markdown]
-# **Why.** A gradient is infinite or NaN, or so large that the norm is infinite, and `error_if_nonfinite=True` raises
-# an error. With a `GradScaler`, an overflow now and then is normal: `scaler.step` skips the step, and `scaler.update`
-# lowers the scale.
+# **Why.** A gradient is infinite or NaN, or so large that the norm is infinite. With `error_if_nonfinite=True`, this
+# raises an error. With a `GradScaler`, an overflow now and then is normal: `scaler.step` skips the step, and
+# `scaler.update` lowers the scale.
 #
 # **The fix.** With a `GradScaler`, pass `error_if_nonfinite=False` (PyTorch's default), and let the scaler skip the
 # step. Without a scaler, no step is skipped, so keep `error_if_nonfinite=True` and find the cause.
@@ -316,8 +316,8 @@ step = torch.tensor(301.0).bfloat16()
 assert step == step + 1 == 300
 
 # %% [markdown]
-# **Not this.** If loading the optimizer's state makes the loss NaN, do not start with a new optimizer, whose first
-# steps can be too large. Repair the state or its dtype.
+# **Not this.** If loading the optimizer's state makes the loss NaN, do not start with a new optimizer: its first
+# steps can be too large. Repair the state or its dtype instead.
 #
 # **Notice it earlier.** Before you save, check that the parameters and running statistics are finite. `amp-lab migrate`
 # looks for code that resumes training without the state of the scaler.
