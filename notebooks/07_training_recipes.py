@@ -192,9 +192,9 @@ assert math.isclose(norms["step"], MAX_NORM, rel_tol=1e-3)
 #
 # ## Accumulate gradients
 #
-# You need this if the batch that you want does not fit into memory. A group of small batches adds up its
-# gradients before one step. We weight each batch by its share of the samples, so the result is also right
-# if the last group is shorter. <!-- tests/notebooks/test_07_training_recipes.py -->
+# You need this if the batch that you want does not fit into memory. Instead, add up the gradients of a group
+# of small batches before one step. We weight each batch by its share of the samples, so the result is also
+# right if the last group is shorter. <!-- tests/notebooks/test_07_training_recipes.py -->
 #
 # Call `scale` for every batch. Call `step` and `update` only at the end of a group, because all gradients
 # in a sum must have the same scale. If you clip as well, call `unscale_` at the end of the group.
@@ -319,8 +319,8 @@ assert torch.equal(recomputed, problem.change(train_amp, torch.float16))
 # never learns. If other layers follow that do learn, no error is raised.
 # <!-- tests/notebooks/test_07_training_recipes.py -->
 #
-# **A rare error** (torch 2.15): if two checkpointed parts share a trained weight and a `context_fn` saves only
-# the matmuls, backward raises `… not found in storage`. Give autocast `cache_enabled=False`.
+# **A rare error** (torch 2.15): backward raises `… not found in storage` if two checkpointed parts share a
+# trained weight and a `context_fn` saves only the matmuls. Then give autocast `cache_enabled=False`.
 # <!-- tests/notebooks/test_07_training_recipes.py -->
 #
 # ## Use several losses and optimizers
