@@ -281,7 +281,7 @@ assert program.module()(x).dtype is torch.float32
 
 # %% [markdown]
 # The program computes in fp32, because it does not keep an autocast block around the export. It does keep an
-# autocast block inside `forward`, but the weights of the program are then still fp32.
+# autocast block inside `forward`, but then its weights are still fp32.
 # <!-- tests/notebooks/test_18_inference_and_export.py -->
 #
 # So **cast first**: the program then has bf16 weights and ops. `Dim.AUTO` below lets it accept any batch size, but
