@@ -260,7 +260,7 @@ problem.check_same(recipes.penalty_plain, penalty_amp)
 # With AMP the scaler may skip a step, and the schedule should not count this step. `scaler.step` does not
 # report a skipped step, but the loss scale shows it. With one optimizer, [the scale
 # falls](https://github.com/pytorch/pytorch/blob/main/torch/amp/grad_scaler.py) exactly when the step was
-# skipped.
+# skipped, until it is 0.
 
 
 # %%
