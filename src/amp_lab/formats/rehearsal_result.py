@@ -253,8 +253,8 @@ class TrainingRehearsal(Rehearsal):
         """Explain the numbers, and the check of one step unless the model was trained."""
         numbers = (
             "Each number is the SQNR in dB (signal-to-quantisation-noise ratio) of the worst "
-            "of the layer's three matmuls. A higher SQNR means a smaller error. Leave layers with "
-            "* in bf16."
+            "of the layer's matmuls in a training step. A higher SQNR means a smaller error. Leave "
+            "layers with * in bf16."
         )
         if self.steps:
             return numbers, []
