@@ -139,7 +139,7 @@ assert len(changed) == 3 * 53  # mean, variance and a counter, in each of 53 bat
 #
 # ## Train in each precision
 #
-# One function serves every precision. The marked lines are AMP. In FP32, `enabled=` switches autocast off.
+# The same function trains in FP32 and with AMP. The marked lines are AMP. In FP32, `enabled=` switches autocast off.
 # We convert the logits to fp32 before the loss, for a reason that [notebook
 # 09](09_xray_your_model.ipynb#The-surprise-in-cross-entropy) explains.
 

@@ -258,9 +258,8 @@ problem.check_same(recipes.penalty_plain, penalty_amp)
 # The fp32 loop calls `scheduler.step()` after every step.
 #
 # With AMP the scaler may skip a step, and the schedule should not count this step. `scaler.step` does not
-# report a skipped step, but the loss scale shows it. With one optimizer, [the scale
-# falls](https://github.com/pytorch/pytorch/blob/main/torch/amp/grad_scaler.py) exactly when the step was
-# skipped, until it is 0.
+# report a skipped step, but the loss scale shows it: after a skipped step, [`scaler.update` lowers the
+# scale](https://github.com/pytorch/pytorch/blob/main/torch/amp/grad_scaler.py).
 
 
 # %%

@@ -29,7 +29,7 @@ def clipped_step(loss, model, optimizer, scaler):
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     scaler.update()
 """,
-            "only after the optimizer",
+            "clip before the optimizer takes its step",
         ),
         (
             """
