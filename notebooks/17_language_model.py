@@ -103,7 +103,8 @@ result
 
 # %% [markdown]
 # *Work in* is the dtype of the matmuls, and *other ops in* that of the other ops. *Output* is the dtype that
-# the module returns ([the other columns](09_xray_your_model.ipynb)).
+# the module returns ([the other columns](09_xray_your_model.ipynb)). The matmuls in the row
+# *blocks.0 … 1 itself* are the attention.
 #
 # All matmuls run in bf16. Three parts run in fp32:
 #
@@ -112,19 +113,19 @@ result
 # - **The rotations**: their cosines are fp32. The model casts the result back to bf16 with
 #   `.to(x.dtype)`.
 #
-# **Call `.float()` on the logits** before the loss. With bf16 logits on CUDA in eager mode, `cross_entropy` rounds
-# its log-softmax to bf16, even under autocast ([notebook
-# 09](09_xray_your_model.ipynb#The-surprise-in-cross-entropy)). The cast avoids this, as
-# [transformers](https://github.com/huggingface/transformers/blob/main/src/transformers/loss/loss_utils.py)
-# and `lm.loss_of` do.
+# **Call `.float()` on the logits** before the loss, as
+# [transformers](https://github.com/huggingface/transformers/blob/main/src/transformers/loss/loss_utils.py) and
+# `lm.loss_of` do. Without the cast, the loss is fp32 too, but on CUDA in eager mode it is computed from a log-softmax
+# that was [rounded to bf16](09_xray_your_model.ipynb#The-surprise-in-cross-entropy).
 #
 # **Load a model of transformers in the dtype that you want**, with `from_pretrained(…, dtype=…)`:
 #
 # - **Full fine-tuning**: fp32, with autocast, because bf16 weights [can lose small
 #   updates](16_low_precision_state.ipynb#Weights-in-bf16).
 # - **LoRA** (below): bf16 for the base.
-# - **Generation**: bf16, without autocast. With fp32 weights under autocast, the default cache of keys and values
-#   of a Llama model is fp32, twice as large as in bf16. <!-- tests/notebooks/test_17_language_model.py -->
+# - **Generation**: bf16, without autocast. With fp32 weights under autocast, a Llama model rotates its keys in
+#   fp32. Its default cache stores keys and values in the dtype of the keys, so the cache is twice as large as in
+#   bf16. <!-- tests/notebooks/test_17_language_model.py -->
 #
 # **Do not cast the whole model** with `model.to(torch.bfloat16)`, because this also casts buffers. In a Llama
 # model, a buffer holds the rates of the rotations (the angle per position). With bf16 rates, the angles are
@@ -188,15 +189,16 @@ print(f"two seeds in fp32 differ by up to {between_seeds:.2g}")
 #
 # The vocabulary of Llama 3 has [128,256
 # entries](https://github.com/pytorch/torchtune/blob/main/torchtune/models/llama3/_model_builders.py). The
-# logits have a value for each token and each entry. Four tensors of this size are in memory at the peak of the
-# backward pass, if you call `logits = model(inputs)` and `lm.loss_of(logits, targets)` under bf16 autocast in eager
-# mode:
+# logits have a value for each token and each entry. Suppose that you call `logits = model(inputs)` and
+# `lm.loss_of(logits, targets)` under bf16 autocast in eager mode. At the peak of the backward pass, four tensors of
+# the size of the logits are in memory:
 #
 # - `logits` in bf16;
 # - the log-softmax in fp32;
 # - the gradient of the log-softmax in fp32;
 # - the gradient of the logits in fp32.
 #
+# The fp32 copy that `.float()` makes is freed when `lm.loss_of` returns, because the backward pass does not need it.
 # <!-- tests/notebooks/test_17_language_model.py --> We compute the sizes for a batch of 8 x 2048 tokens:
 
 # %%
@@ -254,8 +256,9 @@ print(f"fp32 logits: {1024 * 8000 * 4 / 2**20:.1f} MiB, one chunk: {64 * 8000 * 
 # For a 16-bit base, peft also creates adapters in fp32, unless you pass `autocast_adapter_dtype=False`.
 # <!-- tests/notebooks/test_17_language_model.py -->
 #
-# Our layer casts the adapter's input up to fp32, and its output to the dtype of the base's output. So it also works
-# without autocast: <!-- tests/notebooks/test_17_language_model.py -->
+# Under autocast, the matmuls of the adapter run in 16 bits too. Without autocast, they need an fp32 input. So our
+# layer casts the adapter's input to fp32, and the adapter's output to the dtype of the base's output:
+# <!-- tests/notebooks/test_17_language_model.py -->
 
 
 # %%
@@ -314,8 +317,8 @@ _, dtypes = xray_on_cuda(copy.deepcopy(adapted).cpu())
 assert dtypes["blocks.0.qkv"] == dtypes["blocks.1"] == torch.bfloat16  # no fp32 came in
 
 # %% [markdown]
-# Casting the base to bf16 hardly changed the loss, and fine-tuning lowered it. The last assert checks that the
-# residual stream is bf16 too, because the embedding is bf16.
+# Casting the base to bf16 hardly changed the loss, and fine-tuning lowered it. The residual stream is bf16 too,
+# because the embedding is bf16.
 #
 # On a GPU that has fp16 and no fast bf16, keep the base in fp16 and use fp16 autocast with the scaler. Keep
 # the adapters in fp32, because `scaler.unscale_` [raises an
@@ -326,10 +329,10 @@ assert dtypes["blocks.0.qkv"] == dtypes["blocks.1"] == torch.bfloat16  # no fp32
 # Merging adds the update to the weight, so that inference needs no adapter. If you store the sum in bf16,
 # each value is rounded.
 #
-# We take one layer of the second block's MLP, and scale the norm of its update to four sizes: that of the weight,
-# and 100, 1000 and 10,000 times smaller. For each size, we print how many values of the weight did not change, and
-# how much of the update is left after rounding. Before you run this: how much is left of an update that is 1000
-# times smaller than the weight?
+# We take one layer of the second block's MLP, and scale its update to four sizes. The norm of the update is as large
+# as the norm of the weight, or 100, 1000 or 10,000 times smaller. For each size, we round the sum once, and print
+# how many values of the weight did not change, and how much of the update is left. Before you run this: how much is
+# left of an update that is 1000 times smaller than the weight?
 
 # %% tags=["nbval-ignore-output"]
 layer = adapted.blocks[1].up
@@ -349,12 +352,14 @@ assert stayed[1e-3] > 0.5
 # %% [markdown]
 # Neighbouring [normal bf16 numbers](01_number_formats.ipynb) are 0.4 to 0.8 % apart. If a change is less than half
 # of this distance, rounding restores the old value. Here, this happens to most values if the update is a
-# thousandth of the weight, so a large part of the update is lost. Choose one of these:
+# thousandth of the weight, so a large part of the update is lost. To keep the update, choose one of these:
 #
 # - Keep the adapter separate.
 # - Merge into a copy in **fp32**.
-# - If the result has to be bf16, merge in fp32 and round **once**. With one fp32 adapter, `merge_and_unload` of
-#   [peft](https://huggingface.co/docs/peft) rounds once. With `safe_merge=True`, it rounds twice. <!-- tests/notebooks/test_17_language_model.py -->
+#
+# If the result has to be bf16, compute the sum in fp32 and round **once**, as above. This loses what we printed, and
+# a second rounding would add another error. With one fp32 adapter, `merge_and_unload` of
+# [peft](https://huggingface.co/docs/peft) rounds once. With `safe_merge=True`, it rounds twice. <!-- tests/notebooks/test_17_language_model.py -->
 #
 # ## The same prompt, another text
 #
@@ -394,8 +399,8 @@ assert abs(in_bf16 - in_fp32) < 0.01
 # how often they choose the same next token.
 #
 # Two texts can [diverge within one
-# precision](https://thinkingmachines.ai/blog/defeating-nondeterminism-in-llm-inference/) too, because a matmul of
-# another shape may add in another order. We compute the logits of ten characters, first alone and then at the
+# precision](https://thinkingmachines.ai/blog/defeating-nondeterminism-in-llm-inference/) too, because the shape of a
+# matmul can change the order in which it adds. We compute the logits of ten characters, first alone and then at the
 # beginning of a longer text:
 
 # %% tags=["nbval-ignore-output"]
@@ -428,7 +433,7 @@ for name, limit in (("fp32", 1e-3), ("bf16", 0.5)):
 # - Outside autocast, q, k and v need the same dtype. On CUDA, [flash
 #   attention](../docs/compile_and_kernels.md#which-attention-kernel-does-scaled_dot_product_attention-run) does
 #   not run in fp32.
-# - LoRA: keep the frozen base in bf16 and the adapters in fp32. If you merge, merge in fp32.
+# - LoRA: keep the frozen base in bf16 and the adapters in fp32. If you merge, merge into an fp32 copy of the base.
 # - At near ties, texts can diverge if the precision or the shape of a matmul differs. Compare losses
 #   and the choice of each next token.
 #
@@ -567,6 +572,3 @@ exercises.check_merge(merge)
 # - E. Hu et al., [LoRA](https://arxiv.org/abs/2106.09685), 2021.
 # - J. Su et al., [RoFormer: rotary embeddings](https://arxiv.org/abs/2104.09864), 2021.
 # - [Liger Kernel](https://github.com/linkedin/Liger-Kernel): the loss without all logits at once.
-# - H. He, [Defeating nondeterminism in LLM
-#   inference](https://thinkingmachines.ai/blog/defeating-nondeterminism-in-llm-inference/), 2025:
-#   batch invariance.
