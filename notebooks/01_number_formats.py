@@ -213,7 +213,7 @@ assert torch.tensor(2.0**-25).half() == 0  # a tie between 0 and 2^-24, and zero
 
 # %% [markdown]
 # Down to 2^-14 the error is about 0.01 %. Below 2^-14 the number is subnormal and loses a bit with each
-# power of two. At 2^-26 it becomes zero.
+# power of two. From 2^-25 down, a number becomes zero.
 #
 # ## Swamping
 #
@@ -242,8 +242,8 @@ for name, expected in ends_at.items():
 
 # %% [markdown]
 # In bf16 and in fp16 the weight ends at 1, where it began. Each update was less than half the spacing at
-# 1, so every sum was rounded back to 1. **bf16 has about the range of fp32, but not its precision**: it
-# even loses updates that fp16 would keep.
+# 1, so every sum was rounded back to 1. **bf16 has about the range of fp32, but not its precision.** It
+# also loses larger updates that fp16 keeps, such as 0.003.
 #
 # ## Three techniques that make 16 bits work
 #
@@ -274,8 +274,8 @@ assert 100 <= len(set(copies)) <= 104  # from 1 to 1.1 in steps of 2^-10 there a
 # ### 2. Loss scaling, against underflow
 #
 # We take 1024 examples with two classes. The model is right about each: its logits are 12 and 0. The
-# gradient of the mean loss with respect to the second logit is the probability of the wrong class, about
-# e^-12, divided by 1024. This gradient is too small for fp16, so we scale the loss.
+# model gives the wrong class a probability of about e^-12. The gradient of the mean loss with respect to the
+# second logit is this probability, divided by 1024. It is too small for fp16, so we scale the loss.
 
 
 # %%

@@ -65,8 +65,8 @@ for dtype in (fp16, bf16):
     assert (plain != scaled).any() == (dtype is fp16)
 
 # %% [markdown]
-# In fp16, scaling changes 995 of the 1000 gradients, because without scaling their last bits underflow. In
-# bf16, scaling changes none. So this advice applies only to fp16.
+# In fp16, scaling changes 995 of the 1000 gradients: without scaling they are subnormal numbers, which have fewer
+# significant bits. In bf16, scaling changes none. So this advice applies only to fp16.
 #
 # ## The ten practices
 #
@@ -85,7 +85,7 @@ for dtype in (fp16, bf16):
 # | 9. Try larger batches | right for memory | AMP makes many activations smaller ([09](09_xray_your_model.ipynb)); measure whether it is faster ([10](10_speed_ladder.ipynb)) |
 # | 10. Profile before and after | right | see [below](#Profile-before-and-after) |
 #
-# The profile below uses fp16 if `describe_device` recommends it for your device, and bf16 otherwise:
+# In the last section we profile fp16 if your device computes it fast, and bf16 otherwise:
 # <!-- tests/core/test_device.py -->
 
 # %% tags=["nbval-ignore-output"]
@@ -168,8 +168,8 @@ assert exact.dtype is blurred.dtype is fp32
 # ## Profile before and after
 #
 # We profile the forward and backward pass of three convolutions in fp32 and in low precision. The profiler writes
-# a JSON file, the *trace*. With `record_shapes=True`, the trace contains the dtype of each input tensor of an op,
-# except tensors in a list. <!-- tests/notebooks/test_14_ten_practices.py -->
+# a JSON file, the *trace*. With `record_shapes=True`, the trace contains the dtypes of the inputs of each op.
+# <!-- tests/notebooks/test_14_ten_practices.py -->
 
 # %%
 os.environ["KINETO_LOG_LEVEL"] = "99"  # hide the profiler's log messages
@@ -253,9 +253,9 @@ for precision, (found, events) in profiles.items():
 
 # %% [markdown]
 # For each precision you see the time of all ops, the number of casts, and the four ops that took the most
-# time.
+# time. Autocast adds the casts.
 #
-# **Verdict: right.** A profile shows which ops stay in fp32.
+# **Verdict: right.** Profiles before and after show where AMP saves time, and what its casts cost.
 #
 # ## Summary
 #
