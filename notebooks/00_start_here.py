@@ -135,8 +135,9 @@ def train_amp(model, optimizer, batches, dtype, scaler):
 # %% [markdown]
 # The marked lines use two tools:
 #
-# - **`torch.autocast`** casts the inputs of linear layers and convolutions to 16 bits, and the inputs of
-#   [some other ops](02_autocast_dtypes.ipynb), such as `mse_loss`, to fp32. The weights stay in fp32.
+# - **`torch.autocast`** runs linear layers and convolutions in 16 bits, on 16-bit copies of their inputs and
+#   weights. The weights themselves stay in fp32. [Some other ops](02_autocast_dtypes.ipynb), such as
+#   `mse_loss`, run in fp32.
 # - **The scaler** is for fp16, where a gradient smaller than about 3e-8 [becomes
 #   zero](01_number_formats.ipynb#Underflow). `scale` multiplies the loss, and so all gradients, by a large
 #   number, the *loss scale*. `step` divides the gradients by the loss scale before the optimizer uses
@@ -186,8 +187,9 @@ assert {p.dtype for p in amp_model.parameters()} == {torch.float32}
 # their updates are rounded as in the fp32 run.
 #
 # Next we measure the time of a step. `compare` runs steps of both loops in turns. We also compare the *saved
-# activations*: the tensors that the forward pass keeps for the backward pass, other than weights and casts
-# of weights. `forecast_memory` computes their size from the shapes. <!-- tests/core/test_timing.py -->
+# activations*: the tensors, such as the inputs of layers, that the forward pass keeps for the backward pass.
+# Weights and their 16-bit copies do not count. `forecast_memory` computes the size from the shapes.
+# <!-- tests/core/test_timing.py -->
 # <!-- tests/tracing/test_memory.py -->
 
 # %% tags=["nbval-ignore-output"]
