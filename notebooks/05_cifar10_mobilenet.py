@@ -566,7 +566,7 @@ exercises.check_superfluous(superfluous)
 # - [Sandler et al., *MobileNetV2: Inverted Residuals and Linear
 #   Bottlenecks*](https://arxiv.org/abs/1801.04381): the network.
 # - [Automatic mixed precision examples](https://docs.pytorch.org/docs/stable/notes/amp_examples.html):
-#   clipping, accumulation, several losses, in PyTorch's own words.
+#   PyTorch's examples of clipping, accumulation and several losses.
 # - [Saving and loading models](https://docs.pytorch.org/tutorials/beginner/saving_loading_models.html),
 #   and [reproducibility](https://docs.pytorch.org/docs/stable/notes/randomness.html): what else you
 #   need for bitwise equality.

@@ -248,7 +248,7 @@ assert failure.code == "AMP0018"
 # |---|---|
 # | [BCELoss is refused on a GPU](08f_ops_and_devices.ipynb#BCELoss-is-refused-on-a-GPU) `AMP0022` | `` torch.nn.functional.binary_cross_entropy and torch.nn.BCELoss are unsafe to autocast. `` |
 # | [An op does not exist in half precision](08f_ops_and_devices.ipynb#An-op-does-not-exist-in-half-precision) `AMP0023` | `` "…" not implemented for 'half' `` |
-# | [NumPy does not know bf16](08f_ops_and_devices.ipynb#NumPy-does-not-know-bf16) `AMP0024` | `` Got unsupported ScalarType BFloat16 `` |
+# | [NumPy does not support bf16](08f_ops_and_devices.ipynb#NumPy-does-not-support-bf16) `AMP0024` | `` Got unsupported ScalarType BFloat16 `` |
 # | [Autocast refuses the device or its dtype](08f_ops_and_devices.ipynb#Autocast-refuses-the-device-or-its-dtype) `AMP0036` | `` User specified an unsupported autocast device_type `` |
 # | [The GPU has no bf16](08f_ops_and_devices.ipynb#The-GPU-has-no-bf16) `AMP0160` | `` Current CUDA Device does not support bfloat16. Please switch dtype to float16. `` |
 # | [An FFT is refused in half precision](08f_ops_and_devices.ipynb#An-FFT-is-refused-in-half-precision) `AMP0038` | `` Unsupported dtype half `` |

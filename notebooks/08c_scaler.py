@@ -389,8 +389,8 @@ assert math.isnan(weight_after_step(torch.optim.Adam, by_scaler=False, gradient=
 
 # %% [markdown]
 # **Why.** After `scaler.scale(loss).backward()` the gradients are multiplied by the scale, which by default starts at
-# 65536. `scaler.step(optimizer)` divides them by the scale, unless `unscale_` has already done so, and skips the step
-# if one of them is infinite or NaN. `optimizer.step()` does neither. Adam's steps hardly depend on the size of the
+# 65536. `scaler.step(optimizer)` divides them by the scale if `unscale_` has not done so yet. If one of them is infinite
+# or NaN, it skips the step. `optimizer.step()` does neither. Adam's steps hardly depend on the size of the
 # gradients, but an infinite gradient makes its weight NaN.
 #
 # **The fix.** Replace every `optimizer.step()` by `scaler.step(optimizer)`, and call `scaler.update()` after

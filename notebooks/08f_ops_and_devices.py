@@ -15,7 +15,7 @@
 # **What you'll learn.** You will be able to repair:
 # - [BCELoss is refused on a GPU](#BCELoss-is-refused-on-a-GPU);
 # - [An op does not exist in half precision](#An-op-does-not-exist-in-half-precision);
-# - [NumPy does not know bf16](#NumPy-does-not-know-bf16);
+# - [NumPy does not support bf16](#NumPy-does-not-support-bf16);
 # - [Autocast refuses the device or its dtype](#Autocast-refuses-the-device-or-its-dtype);
 # - [The GPU has no bf16](#The-GPU-has-no-bf16);
 # - [An FFT is refused in half precision](#An-FFT-is-refused-in-half-precision);
@@ -194,7 +194,7 @@ assert torch.linalg.cholesky(data.T @ data).isfinite().all()
 # reports an op that has no kernel. <!-- tests/remedies/test_dtype_remedies.py -->
 
 # %% [markdown]
-# ## NumPy does not know bf16
+# ## NumPy does not support bf16
 #
 # `AMP0024` <!-- failure
 # messages = ["Got unsupported ScalarType BFloat16", "Unsupported dtype in DLTensor."]

@@ -259,7 +259,7 @@ assert not in_fp16.isfinite().all()
 #
 # If a value is larger, run the model in fp32, or use one of two remedies:
 #
-# - **Run the layers that compute or receive such values in fp32**, and the rest in fp16. Cast to fp32 before the
+# - **Use fp32 for the layers that compute or receive such values**, and fp16 for the rest. Cast to fp32 before the
 #   first of these layers, and back to fp16 after the last.
 # - **Move a power of two from one linear layer to the next** (exercise 4). Divide the weight and bias of the first
 #   layer by this power, and multiply the weight of the second layer by it. The second weight then has to fit in fp16
