@@ -69,12 +69,13 @@ assert defaults == [torch.bfloat16] + [torch.float16] * 3
 #
 # Each backend has a list of ops. [PyTorch's documentation shows the lists of CUDA, XPU and the
 # CPU](https://docs.pytorch.org/docs/stable/amp.html#autocast-op-reference). Autocast leaves all other ops
-# alone. Nearly every op on the list has one of three policies:
+# alone. An op on the list has one of three policies. (CUDA's list also has an op that raises an error,
+# `binary_cross_entropy`.)
 #
 # | policy | what autocast does | typical ops |
 # |---|---|---|
 # | lower precision | casts the inputs to `low` | `linear`, `conv2d`, `matmul` |
-# | fp32 | casts the inputs to fp32, or [asks the op for an fp32 result](https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/autocast_mode.h) | `mse_loss`, `prod`; on a GPU also `exp`, `softmax` and `layer_norm` |
+# | fp32 | casts the inputs to fp32, or [calls the op with `dtype=torch.float32`](https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/autocast_mode.h): the result is fp32 either way | `mse_loss`, `prod`; on a GPU also `exp`, `softmax` and `layer_norm` |
 # | promote | casts the inputs to fp32 if one of them is fp32 | a few ops that combine tensors, such as `index_copy` and `cat` on a CPU |
 # | (not on the list) | nothing: the op runs in the dtype of its inputs | `relu`, `add`, `mean` |
 #
@@ -85,7 +86,8 @@ assert defaults == [torch.bfloat16] + [torch.float16] * 3
 # 1. **Is the call eligible?** [Some tensors and some calls](#What-is-eligible,-and-what-is-not) are not
 #    cast.
 # 2. **Is the op on the list of this backend?** If not, PyTorch's usual rules apply: the sum of an fp32
-#    matrix and a 16-bit matrix is fp32. (But an op that is not on the list may call one that is.)
+#    matrix and a 16-bit matrix is fp32. But some ops consist of other ops: on a CPU `einsum` is not on the list,
+#    but calls `bmm`, which is. So its result is in 16 bits. <!-- tests/notebooks/test_02_autocast_dtypes.py -->
 # 3. **Which policy does the op have there?**
 #
 # ## Find the policy of an op
@@ -143,15 +145,17 @@ for name, dtype in found.items():
 assert list(found.values()) == [low] + [torch.float32] * 4 + [low]
 
 # %% [markdown]
-# Autocast lowers only the first matmul. The other calls follow these rules:
+# Autocast lowers only the first matmul. Plain `prod` follows its policy and returns fp32. The other four calls are
+# not eligible:
 #
 # - **In-place ops and `out=`** write into a tensor that exists, so its dtype cannot change. Our two calls
 #   ran in fp32.
 # - **Tensors on another device** are not cast, because the first argument of `torch.autocast` names one
 #   type of device. Our tensors were on `meta`, a device that stores no data. Pass the device of your
 #   tensors: `x.device.type`. <!-- tests/notebooks/test_02_autocast_dtypes.py -->
-# - **An explicit `dtype=`** decides the dtype of the result.
-# - **float64 and integers** are not cast either. <!-- tests/notebooks/test_02_autocast_dtypes.py -->
+# - **An explicit `dtype=`** decides the dtype of the result, so our second `prod` stays in low precision.
+# - **float64 and integers**, which we did not try, are not cast either.
+#   <!-- tests/notebooks/test_02_autocast_dtypes.py -->
 #
 # ## What leaves the block
 #
@@ -247,8 +251,8 @@ for kind, count in counts.items():
 assert list(counts.values()) == [1, 5, 5, 5]
 
 # %% [markdown]
-# Only the trained weight with the cache needed a single cast. In training, the cache keeps the casts of
-# fp32 **leaf tensors that require a gradient** until the outermost block ends.
+# Only the trained weight with the cache needed a single cast. If the forward pass records gradients, the cache
+# keeps the casts of fp32 **leaf tensors that require a gradient** until the outermost block ends.
 # <!-- tests/notebooks/test_02_autocast_dtypes.py -->
 #
 # The cache hurts if a weight changes inside the block. We double a weight, as `optimizer.step()` might.
@@ -373,8 +377,8 @@ assert all(table[name][1] == predicted for name, predicted in here.items())
 # - Parameters and their gradients stay fp32. Results keep their dtype when they leave the block.
 # - One block goes around the forward pass and the loss. `backward()` and `step()` stay outside.
 # - An fp32 island needs `enabled=False`, and `.float()` on its 16-bit inputs.
-# - In training, the cache keeps the casts of trained weights until the outermost block ends. So do not
-#   change a weight inside a block.
+# - If the forward pass records gradients, the cache keeps the casts of trained weights until the outermost block
+#   ends. So do not change a weight inside a block.
 # - Decorate an autograd function with `custom_fwd` and `custom_bwd`. Then autocast casts in `backward` as
 #   it did in `forward`.
 #

@@ -161,9 +161,9 @@ with Precision.FP32.float32_mode("cpu"):
     assert torch.backends.cudnn.conv.fp32_precision == "ieee"
 
 # %% [markdown]
-# Which precisions are faster than FP32 on this device? `describe_device` times a matmul in each precision,
-# unless the machine is too busy. We compare FP32 with the precisions that it reports as accelerated, or with
-# bf16 if there is none.
+# Which precisions are faster than FP32 on this device? `describe_device` times a matmul in each precision. We
+# compare FP32 with the precisions that it reports as accelerated, or with bf16 if there is none. If the machine
+# is too busy for reliable times, `describe_device` chooses by the kind of CPU or GPU instead.
 # <!-- tests/core/test_device.py -->
 
 # %% tags=["nbval-ignore-output"]
@@ -247,8 +247,9 @@ for picture in pictures.values():
 # - **Other programs.** `compare` leaves out rounds in which it notices another program. If too few rounds
 #   remain, it keeps all, and the result says *not reliable*. <!-- tests/core/test_timing.py -->
 #
-# Then `is_possible` checks that the step is not far faster than the device allows. It compares the
-# floating-point operations (FLOP) per second of the step with those of a matmul, unless the machine was busy.
+# A clock that [stops too early](#How-not-to-measure) makes a step look far faster than the device can be. To
+# catch this, `is_possible` compares the floating-point operations (FLOP) per second of the step with those of a
+# matmul. If the machine was busy, `is_possible` checks nothing and returns True.
 # <!-- tests/notebooks/test_04_fp32_vs_amp.py -->
 #
 # Before you run this: how much faster do you expect the step to be in 16 bits?
@@ -375,7 +376,8 @@ assert not hidden.is_below(0.9)
 assert device.type != "cpu" or not hidden.is_above(1.1)
 
 # %% [markdown]
-# The second line compares the two clocks. On our two CPU cores they agree: the interval contains 1x.
+# The second line ends with the speed-up that the second clock shows over the first: the median over the rounds,
+# with its interval. On our two CPU cores the clocks agree, because the interval contains 1x.
 #
 # On a GPU the interval may lie above 1x. Both clocks time the same step, so this speed-up is not real: the
 # second clock stopped too early. On an H100, it reported [six times the

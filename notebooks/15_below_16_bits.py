@@ -42,8 +42,8 @@ figures.use_style()
 # ## The idea in five lines
 #
 # E4M3 is an FP8 (eight-bit) format. We round a gradient of ordinary size to E4M3, first directly, then with
-# a factor: we multiply the gradient by the factor, round, and divide by the factor. 1 / factor is called the
-# *scale*. Before you run this: what are the two results?
+# a *scale*: we divide the gradient by the scale, round, and multiply by the scale. In the code, `factor` is
+# 1 / scale. Before you run this: what are the two results?
 
 # %%
 gradient = torch.tensor([1e-4, -3e-4, 2e-5])
@@ -56,7 +56,7 @@ assert (scaled / gradient - 1).abs().max() < 2**-4
 
 # %% [markdown]
 # The smallest positive number of E4M3 is about 0.002. Without a scale, all three values become zero, because
-# they are smaller than half of it. With a scale, all three survive, with an error of at most a sixteenth.
+# they are smaller than half of this number. With a scale, all three survive, with an error of at most a sixteenth.
 #
 # ## Formats of a single value
 #
@@ -136,7 +136,8 @@ _ = figures.sqnr_by_format(errors)
 # The outlier channel puts one outlier into each row. Each outlier ruins the values that share its scale:
 #
 # - In `fp8` this is the whole tensor, and in `fp8-rowwise` the whole row.
-# - In `nvfp4` it is the whole tensor too, because all blocks share the fp32 scale.
+# - In `nvfp4` it is the whole tensor too. The outliers determine its fp32 scale. Divided by this scale, the scales of
+#   the other blocks are too small for E4M3.
 # - In `fp8-1x128` and the MX formats (`mxfp8`, `mxfp4`), it is one block in each row.
 #
 # The next cell checks this. It also prints the bits per value, including the scales of the blocks:
@@ -183,8 +184,9 @@ assert at_100["mxfp4"] < at_100["nvfp4"] < alone["nvfp4"] - 5
 # We round all operands to one format, so in FP8 the gradients are in E4M3 too. Everything else is in fp32: the
 # other ops, the sums, and the weights that the optimizer updates.
 #
-# `quantize` forms blocks within a row, so each row has to hold the values that the matmul sums over. Therefore
-# we round each tensor twice: for example `weight` for the output, and `weight.T` for dgrad.
+# `quantize` forms blocks within a row, so a row has to hold the values that the matmul sums over. Each tensor is in
+# two matmuls, which sum over different dimensions. So we round it twice, for example `weight` for the output, which
+# sums over in, and `weight.T` for dgrad, which sums over out.
 
 
 # %%
@@ -299,8 +301,8 @@ for name in ("mxfp4", "nvfp4"):
     assert mean["fp32"] - max(between_seeds, 0.05) < mean[name] < mean["fp8, no scale"] - 0.1
 
 # %% [markdown]
-# **Do not start a large run in a format that fails here.** A format that passes here can still [fail in a long
-# training of a large model](https://arxiv.org/abs/2409.12517).
+# **Do not start a large run in a format that learns much less in a short test**, as FP8 without a scale does here.
+# A format that passes can still [fail in a long training of a large model](https://arxiv.org/abs/2409.12517).
 #
 # **Keep some layers in 16 bits**: [embeddings, the head, routers and
 # norms](https://arxiv.org/abs/2412.19437), and layers whose error is large. `rehearse` finds such layers.
@@ -312,8 +314,8 @@ for name in ("mxfp4", "nvfp4"):
 # 1. `rehearse` runs a forward and a backward pass in fp32.
 # 2. It repeats the matmuls of each layer with rounded operands, in each format that suits the layer, and compares
 #    the results with those of fp32. In `fp8`, it rounds gradients to E5M2.
-# 3. It repeats both passes of the whole model in each format. Layers that should stay in 16 bits are in fp32 here.
-#    If no other layer is left, `rehearse` skips this step.
+# 3. It repeats both passes of the whole model in each format. It does not round the layers that should stay in 16
+#    bits, but computes them in fp32. If these are all the layers, `rehearse` skips this step.
 #    <!-- tests/formats/test_inference_rehearsal.py, tests/formats/test_interception.py -->
 #
 # We call `rehearse` on our GPT, in which we create an outlier. In the MLP of the second block, we multiply the weights
@@ -338,13 +340,14 @@ assert all(found.verdict == "accurate enough in one step" for found in report.fo
 report
 
 # %% [markdown]
-# The report has a row for each linear layer. The row shows the SQNR of the layer's worst matmul in each format.
-# A star marks a layer that is better left in 16 bits. *Look at* gives the reason for each star:
+# The report has a row for each linear layer and for the head. The row shows the SQNR of the layer's worst matmul in
+# each format. A star marks a layer that is better left in 16 bits. *Look at* gives the reason for each star:
 # <!-- tests/formats/test_rehearsal.py -->
 #
 # - The large feature ruins the two layers around it, `blocks.1.up` and `blocks.1.down`, in all four formats.
-# - The head, `token.weight`, has no SQNR in these formats, because its output size, the number of characters, is not
-#   a [multiple of 16](08g_speed_and_memory.ipynb#A-size-is-not-a-multiple-of-16-or-8).
+# - The head multiplies by the weight of the embedding, so its row is `token.weight`. It has no SQNR in these formats,
+#   because its output size, the number of characters, is not a [multiple of
+#   16](08g_speed_and_memory.ipynb#A-size-is-not-a-multiple-of-16-or-8).
 #
 # The *error* rows show the errors of the whole model, with the starred layers in fp32. *Accurate enough in one
 # step* does not mean that the model learns. To test learning, run `amp-lab rehearse --steps 20`, which also
@@ -442,7 +445,7 @@ for kind_of_values, (left, right) in (("both signs", rows), ("one sign", rows.ab
 # - The default NVFP4 recipe of Transformer Engine
 #   [fails](https://github.com/NVIDIA/TransformerEngine/issues/3062), as users report.
 #
-# MI300 uses the *fnuz* variants of E4M3 and E5M2, in which the bits of a nonzero number mean half the value. If you read an E4M3
+# MI300 uses the *fnuz* variants of E4M3 and E5M2, in which the same bits stand for half the number. If you read an E4M3
 # checkpoint as *fnuz*, or the reverse, the values are wrong:
 
 # %%

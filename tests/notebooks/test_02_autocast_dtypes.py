@@ -64,6 +64,14 @@ def test_an_explicit_dtype_gets_fp32_from_an_op_that_is_not_listed():
     assert dtype_of(lambda: narrow.softmax(-1, dtype=torch.float32)) is torch.float32
 
 
+def test_an_op_that_is_not_listed_may_call_one_that_is():
+    has_rule = torch._C._dispatch_has_kernel_for_dispatch_key
+    assert not has_rule("aten::einsum", "AutocastCPU")
+    assert has_rule("aten::bmm", "AutocastCPU")
+    wide = torch.rand(4, 4)
+    assert dtype_of(torch.einsum, "ij,jk->ik", wide, wide) is BF16
+
+
 def test_float64_and_integers_are_not_cast_and_do_not_mix():
     wide = torch.rand(4, 4)
     assert dtype_of(torch.matmul, wide.double(), wide.double()) is torch.float64
