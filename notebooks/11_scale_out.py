@@ -160,8 +160,9 @@ def join(device_type):
 # default, DDP averages the gradients over all ranks during `backward`. <!-- tests/notebooks/test_11_scale_out.py -->
 #
 # Our gradients are fp32, so DDP sends them in fp32. A [communication
-# hook](https://docs.pytorch.org/docs/stable/ddp_comm_hooks.html) can cast them first. Ours casts them to
-# bf16.
+# hook](https://docs.pytorch.org/docs/stable/ddp_comm_hooks.html) can cast them first. Ours calls
+# PyTorch's hook for bf16. We give it a new name, because DDP refuses a hook with the original name in a torch for
+# CPUs.
 
 
 # %%
@@ -262,8 +263,9 @@ def train_fsdp(config, data, dtype, device, sums_in=torch.float32):
 # - FSDP2: with *all-gather*, every rank gets the shards of all weights. With *reduce-scatter*, it gets its shard of
 #   the sum of the gradients.
 #
-# `count_communication` adds up the bytes that a rank sends in these calls if the ranks form a ring, in which each
-# rank sends to the next. <!-- tests/parallel/test_collectives.py -->
+# `count_communication` records these calls, and computes from their sizes how many bytes a rank sends. It assumes
+# that the ranks form a ring, in which each rank sends to the next. An all-gather or a reduce-scatter then sends half
+# as many bytes as an all-reduce of the same tensor. <!-- tests/parallel/test_collectives.py -->
 
 
 # %%
@@ -313,7 +315,7 @@ for n in counts[1:]:
 
 # %% [markdown]
 # All set-ups have nearly the same losses as one process. In fp32 they are far closer than in bf16. The assert allows
-# a relative difference of 2^-14 in fp32, and of 2^-6, four times the rounding error, in bf16.
+# a relative difference of 2^-14 in fp32. In bf16 it allows 2^-6, which is four times the largest rounding error.
 #
 # **If you keep the global batch (of all ranks), you can keep the learning rate.** But a model with plain
 # batch norm has other training losses, because each rank normalises over only its part of the batch.
@@ -339,8 +341,10 @@ _ = figures.sent_bytes(bars, most)
 #
 # - **Autocast** does not change what DDP sends, because fp32 weights have fp32 gradients.
 # - A bf16 **hook** halves the bytes.
-# - FSDP2 in **fp32** sends nearly 1.5 times as much as DDP, because it gathers the encoder layers twice.
-# - FSDP2 with **`param_dtype=bf16`** sends about as much as DDP, because it gathers half the bytes.
+# - FSDP2 in **fp32** sends nearly 1.5 times as much as DDP. For an encoder layer it sends two all-gathers and one
+#   reduce-scatter, and each is half of DDP's all-reduce.
+# - FSDP2 with **`param_dtype=bf16`** sends about as much as DDP, because a gather in bf16 sends half as much as one
+#   in fp32.
 # - With **`reduce_dtype=bf16`**, FSDP2 sends less again, because the bytes of the gradients halve.
 #
 # [The first cell](#The-idea-in-five-lines) showed that a sum in bf16 lost more precision with more ranks. So
@@ -367,8 +371,9 @@ assert fsdp_bytes == 16 / most
 #
 # With fp16, every rank has its own `GradScaler`, which decides whether to skip the step. If the scalers
 # decide differently with DDP, the ranks train different models from then on. Do they decide alike? We put infinities
-# on rank 1 only: into its batch, or into one of its gradients after the ranks have averaged them. We do this with
-# DDP and with FSDP2. Before you run this: in which of the four cases does rank 0 *not* skip?
+# on rank 1 only, either into its batch or into one of its gradients. We change the gradient after the ranks have
+# averaged the gradients, so the average cannot spread the infinities. We do both with DDP and with FSDP2. Before you
+# run this: in which of the four cases does rank 0 *not* skip?
 
 
 # %%
@@ -401,8 +406,9 @@ assert decided[0]["DDP", "gradient"][1] == []
 #
 # So if the overflow comes from a batch, a plain `GradScaler` is enough with both engines.
 #
-# If you average gradients yourself, **average them before `unscale_`**, which checks them. Otherwise the rank with
-# the overflow skips, and the other ranks step with a non-finite average.
+# If you average gradients yourself, **average them before `unscale_`**, which looks for overflows. Otherwise only the
+# rank with the overflow finds it and skips its step. The other ranks then step with an average that contains the
+# overflow.
 # <!-- tests/notebooks/test_exercises.py -->
 #
 # ## On your own hardware
