@@ -121,7 +121,7 @@ assert 0.98 < 12 * pixels * hidden**2 / flops <= 1  # nearly all in the two midd
 # ## Predict the speed-up
 #
 # The *limit* of the step is the time that its matmuls alone would take at the measured peak rate. We
-# compute the limit for fp32, for bf16 and for the precision of the rungs:
+# compute the limit for fp32, for the precision of the rungs and, if the rungs use fp16, for bf16 too:
 
 # %% tags=["nbval-ignore-output"]
 floor_ms = {p: 1e3 * flops / limits.flops_per_s[p] for p in ("fp32", low, "bf16")}
@@ -137,8 +137,9 @@ if limits.trusted and low == recommended:
 # ## Climb
 #
 # For each rung, we make a function that does one step and returns the loss. Before we time a rung, `add`
-# checks that training still works: the vector of the first five losses must differ from that of FP32 by less
-# than 6 %. As in notebook 04, `float32_mode` turns TF32 off for FP32.
+# checks that training still works. It subtracts the first five losses of FP32 from those of the rung. The norm
+# of these differences must be below 6 % of the norm of the FP32 losses. As in notebook 04, `float32_mode`
+# turns TF32 off for FP32.
 # <!-- tests/notebooks/test_10_speed_ladder.py, tests/core/test_precision.py -->
 
 # %%
@@ -332,9 +333,12 @@ assert points[0][2] < points[1][2]  # AMP computes more for each byte
 _ = figures.roofline(roofs, limits.memory_bytes_per_s, points)
 
 # %% [markdown]
-# AMP's point lies to the right of the FP32 point, because AMP moves fewer bytes for the same FLOPs. A
-# faster precision raises the flat part of the line, but not the slope. Ops under the slope, such as ReLU,
-# gain only because AMP moves fewer bytes.
+# AMP's point lies to the right of the FP32 point, because AMP moves fewer bytes for the same FLOPs.
+#
+# A point shows the average of all ops of a step. The large matmuls alone would lie under the flat part, but a
+# ReLU alone lies under the slope. While the ReLU waits for its data, the step computes almost nothing, so the
+# point lies below the line. A faster precision raises only the flat part, so the ReLU gains only because AMP
+# moves fewer bytes.
 #
 # ## Where AMP loses
 #
@@ -398,8 +402,8 @@ for size in config["sizes"]:
 _ = figures.speedup_over_size(config["sizes"], {str(low): by_size})
 
 # %% [markdown]
-# On the CPU of this run, AMP gains more with a larger picture. AMP pays from a size on if the whole interval of this
-# size, and of each larger size, lies above 1.
+# On the CPU of this run, AMP gains more with a larger picture. Look for the smallest size from which all
+# intervals lie above 1. From this size on, AMP pays.
 #
 # ## Summary
 #
