@@ -70,7 +70,7 @@ assert math.isclose(clipped_first.norm(), 0.1 / 65536, rel_tol=1e-6)
 # gradient is 65,536 times too short, so SGD hardly changes the weights, and no error is raised. Most recipes
 # follow from two rules:
 #
-# - **Code that reads gradients belongs after `unscale_`.**
+# - **Code that reads or changes gradients belongs after `unscale_`.**
 # - **Code that computes gradients starts from `scaler.scale(…)`.**
 #
 # Code that reads only weights needs no change, if it runs outside of the autocast block: the weights
@@ -318,8 +318,9 @@ assert torch.equal(recomputed, problem.change(train_amp, torch.float16))
 # never learns. If other layers follow that do learn, no error is raised.
 # <!-- tests/notebooks/test_07_training_recipes.py -->
 #
-# **A rare error** (torch 2.15): backward raises `… not found in storage` if two checkpointed parts share a
-# trained weight and a `context_fn` saves only the matmuls. Then give autocast `cache_enabled=False`.
+# **A rare error** (torch 2.15): with its argument `context_fn`, `checkpoint` can save the results of the
+# matmuls. If two checkpointed parts share a trained weight, backward then raises `… not found in storage`.
+# Give autocast `cache_enabled=False`.
 # <!-- tests/notebooks/test_07_training_recipes.py -->
 #
 # ## Use several losses and optimizers
@@ -406,13 +407,13 @@ assert message == "Attempting to unscale FP16 gradients."
 #
 # ## Summary
 #
-# Code that computes gradients starts from `scaler.scale(…)`. Code that reads gradients comes after
-# `unscale_`. <!-- tests/notebooks/test_07_training_recipes.py -->
+# Code that computes gradients starts from `scaler.scale(…)`. Code that reads or changes gradients comes
+# after `unscale_`. <!-- tests/notebooks/test_07_training_recipes.py -->
 #
 # | recipe | what AMP adds | what goes wrong without it |
 # |---|---|---|
 # | [Clip](#Clip-gradients) | `scaler.unscale_(optimizer)` before clipping | fp16: SGD nearly stands still |
-# | [Accumulate](#Accumulate-gradients) | `scale` per batch; `unscale_`, `step` and `update` per group | fp16: a second `unscale_` raises an error |
+# | [Accumulate](#Accumulate-gradients) | `scale` per batch; `step` and `update` per group; if you clip, `unscale_` per group | fp16: a second `unscale_` in a group raises an error |
 # | [Penalise](#Penalise-gradients) | scale the inner loss, divide its gradients by `get_scale()` | fp16: the penalty is 2^32 times too large at the initial scale |
 # | [Schedule](#Schedule-the-learning-rate) | `scheduler.step()` only if the scale did not fall | skipped steps use up the schedule |
 # | [Checkpoint](#Checkpoint-activations) | nothing, but use `use_reentrant=False` | parameters may get no gradient |
