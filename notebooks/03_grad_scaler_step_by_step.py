@@ -186,7 +186,7 @@ check(layer, -0.7756, -2.9002, [-0.0591, 1.0])
 
 # %% [markdown]
 # Call `update` after you have called `scaler.step` for every optimizer. It adjusts the scale for the next
-# iteration, and clears the scaler's record that the gradients are unscaled.
+# iteration, and allows the scaler to unscale the next gradients.
 # <!-- tests/notebooks/test_08c_scaler.py -->
 
 # %%
@@ -269,7 +269,9 @@ assert torch.amp.GradScaler(device.type).get_growth_interval() == 2000
 #
 # With both rules, the scale climbs until a gradient overflows, then halves and climbs again. To plot
 # this, we fit a linear layer to noisy data, with a growth interval of 10. This time the loss is
-# `mse_loss`, which autocast runs in fp32. So the scaled loss is in fp32, and the scale may exceed 65504.
+# `mse_loss`, which autocast runs in fp32, so the scaled loss may exceed 65504. The gradient of the outputs is
+# still in fp16. It is the scale times the derivative of the loss, and this derivative becomes small. So the
+# scale may exceed 65504 too.
 
 # %%
 torch.manual_seed(0)
@@ -313,7 +315,7 @@ assert max(scales) > 65504
 # [waits for the
 # GPU](https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html#avoid-unnecessary-cpu-gpu-synchronization)
 # in each step, because `scaler.step` has to read whether a gradient overflowed. With a fused SGD
-# (`fused=True`) the CPU need not wait. <!-- tests/notebooks/test_03_grad_scaler_step_by_step.py -->
+# (`fused=True`) the CPU need not wait, because the GPU itself decides whether to skip the update. <!-- tests/notebooks/test_03_grad_scaler_step_by_step.py -->
 #
 # ## A scaler written by hand
 #
