@@ -110,6 +110,12 @@ def test_the_device_is_synchronised_before_the_clock_is_read_and_peaks_reset_aft
     assert (result.peak_bytes, result.reserved_bytes) == (100, 200)
 
 
+def test_a_turn_of_compare_waits_for_the_device_before_it_and_after_it(monkeypatch):
+    accelerator = Accelerator(monkeypatch)
+    timing._time_calls(lambda: accelerator.log.append("run"), 2, torch.device("cuda"))
+    assert accelerator.log == ["sync", "clock", "run", "run", "sync", "clock"]
+
+
 def test_a_device_without_memory_statistics_is_timed_all_the_same(monkeypatch):
     Accelerator(monkeypatch, counts=False)
     result = measure(lambda: None, device="mps", repeats=3)
