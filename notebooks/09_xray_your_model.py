@@ -315,9 +315,9 @@ for backend in BACKENDS:
 #
 # 1. `F.cross_entropy` calls `log_softmax` [with `dtype=` set to the dtype of the
 #    logits](https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/native/LossNLL.cpp).
-# 2. Autocast [does not change this
-#    argument](https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/autocast_mode.h), so the result is
-#    rounded to fp16.
+# 2. To run `log_softmax` in fp32, autocast sets `dtype=` itself, but [not if the call already sets
+#    it](https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/autocast_mode.h). So the result is rounded to
+#    fp16.
 # 3. Autocast casts the rounded values to fp32 for `nll_loss`. So the loss is fp32, and hides the rounding.
 #
 # To avoid the rounding, call **`.float()` on the logits.** On the CPU, autocast does this cast, because the
@@ -341,7 +341,7 @@ memory
 # %% [markdown]
 # Here, AMP makes the activations and the *temporaries* (tensors that are soon freed) smaller. Weights,
 # gradients and optimizer state have the same size in every column. AMP adds copies of the weights (*weights
-# cast by autocast*). The activations take most of the memory, so almost twice the batch fits.
+# cast by autocast*), not all of which exist at the peak. The activations take most of the memory, so almost twice the batch fits.
 #
 # Leave some room, because `compare_memory` counts only tensors, and not the memory of the driver.
 
@@ -377,14 +377,18 @@ command = "memory torchvision.models:mobilenet_v3_small --input 1,3,224,224 --me
 assert amp_lab_command(command.split()) == 0
 
 # %% [markdown]
+# With AMP, the peak of this small model is in the optimizer, which has other temporaries than the backward
+# pass. <!-- tests/tracing/test_memory.py -->
+#
 # ## Where do two runs diverge? (optional)
 #
 # Two runs of one model give different numbers. Is this rounding, or a mistake? The outputs alone do not
 # show this, because the error of an output includes the errors of all ops before it.
 #
-# Here, `first_difference` looks at one op at a time. It repeats the op in fp64 on the same inputs. The difference
-# from the fp64 result is the error that this op *adds*. `first_difference` returns the first op that adds more
-# error than rounding explains, or whose fp64 results differ between the runs.
+# Here, `first_difference` looks at one op at a time. It repeats each op of a run in fp64, on the inputs that the
+# op has in this run. The difference from the fp64 result is the error that this op *adds*. `first_difference`
+# also computes each run from its beginning in fp64. It returns the first op that adds more error than rounding
+# explains, or whose results differ between the two fp64 runs.
 # <!-- tests/difference/test_first_difference.py -->
 #
 # We compare a small GPT in fp32 with itself under autocast, and then with a copy that has a mistake:
@@ -418,7 +422,8 @@ planted
 # %% [markdown]
 # Autocast changes the logits more than the mistake does. Yet `first_difference` finds nothing in the autocast
 # run, because no op adds more error than bf16 rounding explains. In the copy with the mistake, it names the
-# module and the op that adds the epsilon. The kind is *function*, because the two ops differ even in fp64.
+# module and the op that adds the epsilon. The kind is *function*, because the two ops differ even in fp64, by
+# more than the errors of fp64 explain (*predicted*).
 #
 # ## Summary
 #
