@@ -301,6 +301,15 @@ def test_a_file_without_the_names_is_not_parsed(tmp_path, monkeypatch):
     assert list(files.migrate_paths([tmp_path])) == []
 
 
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be", "utf-32", "utf-32-be"])
+def test_a_file_in_an_encoding_that_python_cannot_read_is_an_error(encoding, tmp_path):
+    path = tmp_path / "a.py"
+    path.write_bytes(f"\ufeff{OLD}".encode(encoding))  # as PowerShell writes it
+    (result,) = files.migrate_paths([path])
+    assert str(path) in result.error
+    assert not result.written
+
+
 def test_a_file_without_triggers_is_not_parsed(tmp_path, monkeypatch):
     monkeypatch.setattr(cst, "parse_module", None)  # to call it would raise
     path = tmp_path / "a.py"

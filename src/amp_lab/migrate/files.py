@@ -1,6 +1,7 @@
 """Migrates Python files and notebooks on the disk: reads them, makes diffs, and writes them."""
 
 import bisect
+import codecs
 import dataclasses
 import difflib
 import io
@@ -149,7 +150,12 @@ def has_trigger(path: Path) -> bool:
     """
     if path.is_fifo():  # opening one waits until another process opens its other end
         return False
-    return bool(triggered_rules(files.read_regular(path, _MAX_FILE_BYTES)))
+    data = files.read_regular(path, _MAX_FILE_BYTES)
+    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, codecs.BOM_UTF32_BE)):
+        # Python cannot read such a file, and `migrate_file` says so. ASCII letters have null bytes
+        # beside them. (The mark of little-endian UTF-32 begins with that of UTF-16.)
+        data = data.replace(b"\0", b"")
+    return bool(triggered_rules(data))
 
 
 def migrate_file(path: Path, write: bool = False, wanted: Wanted = EVERYTHING) -> Result:
