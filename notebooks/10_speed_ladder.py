@@ -121,7 +121,7 @@ assert 0.98 < 12 * pixels * hidden**2 / flops <= 1  # nearly all in the two midd
 # ## Predict the speed-up
 #
 # The *limit* of the step is the time that its matmuls alone would take at the measured peak rate. We
-# compute the limit for fp32, for the precision of the rungs and, if the rungs use fp16, for bf16 too:
+# compute the limit for fp32, bf16 and the precision of the rungs:
 
 # %% tags=["nbval-ignore-output"]
 floor_ms = {p: 1e3 * flops / limits.flops_per_s[p] for p in ("fp32", low, "bf16")}
@@ -188,7 +188,7 @@ assert losses["plain"][-1] < losses["plain"][0]  # it learns
 
 # %% [markdown]
 # **Rung 1: AMP.** We run the forward pass under autocast and, in fp16, use a gradient scaler. Each later
-# rung keeps the earlier changes: it also calls `amp_step`.
+# rung keeps this change and adds another one.
 
 
 # %%
@@ -292,8 +292,8 @@ _ = figures.speed_ladder({f"ConvModel, {config['size']}x{config['size']} pixels"
 
 # %% [markdown]
 # On the CPU of this run, AMP alone (rung 1) reaches only part of the expected speed-up. Channels last (rung
-# 2) changes two lines and brings the step much closer to the limit. Rungs 3 and 4 hardly change the time
-# there.
+# 2) changes two lines and brings the step much closer to the limit. Its speed-up is even larger than expected,
+# because the plain step is slower than its own limit. Rungs 3 and 4 hardly change the time there.
 #
 # ## Explain: count the bytes too
 #
@@ -335,10 +335,10 @@ _ = figures.roofline(roofs, limits.memory_bytes_per_s, points)
 # %% [markdown]
 # AMP's point lies to the right of the FP32 point, because AMP moves fewer bytes for the same FLOPs.
 #
-# A point shows the average of all ops of a step. The large matmuls alone would lie under the flat part, but a
-# ReLU alone lies under the slope. While the ReLU waits for its data, the step computes almost nothing, so the
-# point lies below the line. A faster precision raises only the flat part, so the ReLU gains only because AMP
-# moves fewer bytes.
+# A point shows the average of all ops of a step. The large matmuls alone would lie on the right, under the flat
+# part. A ReLU alone lies on the left, under the slope. Such ops compute almost nothing while they wait for their
+# data, which draws the average below the line. A faster precision raises only the flat part, so the ReLU gains
+# only because AMP moves fewer bytes.
 #
 # ## Where AMP loses
 #
