@@ -237,6 +237,21 @@ def test_close_numbers_are_one_number_of_bf16():
     assert torch.tensor([1.004, 1.0117]).bfloat16().diff() == 0  # 0.77 % apart
 
 
+def test_a_difference_of_bf16_scores_needs_the_matmul_in_fp32_too():
+    """AMP0118."""
+    queries, keys = torch.ones(1, 2), torch.tensor([[1.0, 0.0], [1.0, 2e-3]])
+
+    def stretched(scores):
+        low, high = scores.aminmax()
+        return (scores - low) / (high - low)
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert stretched((queries @ keys.T).float()).isnan().any()
+        with torch.autocast("cpu", enabled=False):
+            scores = queries.float() @ keys.float().T
+    assert stretched(scores).isfinite().all()
+
+
 def test_the_trainer_logs_a_loss_of_0_where_it_is_nan(tmp_path):
     """AMP0114."""
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
