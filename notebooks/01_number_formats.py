@@ -99,7 +99,7 @@ assert torch.tensor(1e30).half() == math.inf
 
 # %% [markdown]
 # 0.1 comes out the same in TF32 and fp16, because both have 10 mantissa bits. 1e30 is finite in TF32,
-# which has the exponent of fp32, but overflows in fp16.
+# because TF32 has as many exponent bits as fp32. In fp16, 1e30 overflows.
 #
 # ## Range
 #

@@ -148,7 +148,7 @@ assert list(found.values()) == [low] + [torch.float32] * 4 + [low]
 # Autocast lowers only the first matmul. Plain `prod` follows its policy and returns fp32. The other four calls are
 # not eligible:
 #
-# - **In-place ops and `out=`** write into a tensor that exists, so its dtype cannot change. Our two calls
+# - **In-place ops and `out=`** write into an existing tensor, whose dtype cannot change. Our two calls
 #   ran in fp32.
 # - **Tensors on another device** are not cast, because the first argument of `torch.autocast` names one
 #   type of device. Our tensors were on `meta`, a device that stores no data. Pass the device of your
@@ -328,9 +328,9 @@ torch.testing.assert_close(weight.grad, exact, rtol=0.02, atol=0)  # about five 
 #
 # ## Ask for any backend's policy
 #
-# You can see CUDA's dtypes without a GPU. A **fake tensor** has a device, a shape and a dtype, but no data,
-# so its device need not exist. In a block of `policy_of`, new tensors are fake, and autocast is on for the
-# device that you name. We give each op an input in low precision. Before you look: which ops will return
+# You can see which dtypes autocast uses on CUDA, even without a GPU. A **fake tensor** has a device, a shape
+# and a dtype, but no data, so its device need not exist. In a block of `policy_of`, new tensors are fake, and
+# autocast is on for the device that you name. We give each op an input in low precision. Before you look: which ops will return
 # fp32 on CUDA, but not on the CPU?
 
 # %%

@@ -204,8 +204,8 @@ def train_ddp(config, data, dtype, device, sums_in=torch.float32):
 #
 # [FSDP2](https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html) divides the model. It cuts
 # each parameter of our model into n *shards*. Each rank holds one shard of the weight, of its gradient and
-# of the optimizer state. To compute an encoder layer, FSDP2 gathers the shards of its weights from all
-# ranks: once for the forward pass, and again for the backward pass. Then it averages the gradients, and
+# of the optimizer state. To compute an encoder layer, FSDP2 gathers the shards of the layer's weights
+# from all ranks: once for the forward pass, and again for the backward pass. Then it averages the gradients, and
 # each rank keeps its shard of the average.
 #
 # You choose the precision with a

@@ -343,9 +343,9 @@ for backend, record in trained.items():
     assert record["losses"][-1] < record["losses"][0]
 
 # %% [markdown]
-# Here, the scale halves from 2^24 down to 2^16, where the gradients no longer overflow. Then it doubles after
-# every five good steps. Each halving means a skipped step, and `iterations` does not count skipped steps. A
-# `.keras` file stores the scale, so by default a loaded model continues with the saved scale.
+# Here, the scale is halved in eight steps, from 2^24 to 2^16, where the gradients no longer overflow. Then it doubles
+# after every five good steps. Each halving means a skipped step, and `iterations` does not count skipped steps.
+# A `.keras` file stores the scale, so by default a loaded model continues with the saved scale.
 # <!-- tests/notebooks/test_12_keras.py -->
 #
 # ## A mistake in a custom step

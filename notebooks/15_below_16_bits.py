@@ -287,7 +287,7 @@ _ = figures.loss_from_fp32(losses)
 # The figure shows how far the loss of each format is above the fp32 loss with the same seed. Losses are smoothed.
 #
 # - Each line is the mean over three seeds, and each bar the range.
-# - The grey band shows how much fp32 losses differ between seeds.
+# - The grey band is the range of the fp32 losses over the seeds.
 #
 # Here, FP8 and MXFP8 learn as well as fp32. The four-bit formats learn slightly less. FP8 without a scale
 # learns much less. We check the printed losses:

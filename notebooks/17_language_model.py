@@ -329,8 +329,8 @@ assert dtypes["blocks.0.qkv"] == dtypes["blocks.1"] == torch.bfloat16  # no fp32
 # Merging adds the update to the weight, so that inference needs no adapter. If you store the sum in bf16,
 # each value is rounded.
 #
-# We take one layer of the second block's MLP, and scale its update to four sizes. The norm of the update is as large
-# as the norm of the weight, or 100, 1000 or 10,000 times smaller. For each size, we round the sum once, and print
+# We take one layer of the second block's MLP, and scale its update to four sizes. The norm of the update is then
+# 1, 1/100, 1/1000 or 1/10,000 of the norm of the weight. For each size, we round the sum once, and print
 # how many values of the weight did not change, and how much of the update is left. Before you run this: how much is
 # left of an update that is 1000 times smaller than the weight?
 

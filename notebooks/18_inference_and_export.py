@@ -361,8 +361,8 @@ assert far["fp8-rowwise"] < far["nvfp4"]
 # linear layers in fewer bits: <!-- tests/notebooks/test_18_inference_and_export.py -->
 #
 # - `quantize_(model, Int8WeightOnlyConfig())`, or `Float8WeightOnlyConfig()`, stores them in eight bits.
-# - `Float8DynamicActivationFloat8WeightConfig()` also casts the activations, so that the matmul runs in FP8. It
-#   needs a GPU that supports FP8, and skips layers whose sizes are not multiples of 16.
+# - `Float8DynamicActivationFloat8WeightConfig()` also casts the activations, so that the matmul runs in FP8.
+#   This config needs a GPU that supports FP8. Layers whose sizes are not multiples of 16 are not quantized.
 #
 # [Notebook 15](15_below_16_bits.ipynb) explains the formats.
 #
