@@ -123,7 +123,7 @@ def _did_you_mean(argument: str, parser: argparse.ArgumentParser) -> str:
 def main(argv: list[str] | None = None) -> int:
     """Run `amp-lab` with these arguments; return its exit code.
 
-    The exit code is 0 (also if the program that reads the output ended first), or 2 for an error
+    The exit code is 0 (even if the program that reads the output ended first), or 2 for an error
     that the user can put right, or 128 plus the number of the signal that ended the command;
     `migrate --check` returns 1 if something is to be done, and `explain` if a text is unknown.
     """

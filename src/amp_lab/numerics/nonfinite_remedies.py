@@ -85,7 +85,7 @@ _HALF_PARAMETER = nonfinite_remedy(
     "a weight in fp16 was inf or NaN when it was first used",
     "The weights are fp16, and were inf or NaN before their first use. If Adam or another "
     "optimizer with an eps trains them, the step before probably divided by 0: the square of a "
-    "small gradient and the eps of 1e-8 are both 0 in fp16, also if all gradients are finite. Go "
+    "small gradient and the eps of 1e-8 are both 0 in fp16, even if all gradients are finite. Go "
     "back to weights that are finite, keep them in fp32 (model.float() before you create the "
     "optimizer), and let autocast cast them",
     failure="AMP0121",

@@ -9,7 +9,7 @@ TRIGGERS = ("is_autocast_enabled",)
 _WITHOUT_DEVICE = remedy(
     "migrate.asked_without_device",
     "torch.is_autocast_enabled() is called without a device",
-    "without a device, this does not ask about the CPU, and can be False in an autocast block: "
+    "the result can be False in an autocast block, for example on the CPU: "
     "call torch.is_autocast_enabled(device_type)",
     failure="AMP0288",
 )
