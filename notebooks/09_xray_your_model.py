@@ -235,7 +235,7 @@ assert {key for key, share in shares.items() if share < 0.99} == {("LSTM", "mps"
 # %% [markdown]
 # The last column shows how much of the arithmetic in matmuls and convolutions runs in low precision. On
 # MPS the LSTM layer stays in fp32, and the ResNet needs far more casts than on CUDA. To see why, we draw
-# the dtype of each kind of op on floating-point tensors.
+# the dtype in which each kind of op computes.
 
 
 # %%
@@ -314,10 +314,10 @@ for backend in BACKENDS:
 # Without `.float()`, this happens on a GPU:
 #
 # 1. `F.cross_entropy` calls `log_softmax` [with `dtype=` set to the dtype of the
-#    logits](https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/native/LossNLL.cpp).
-# 2. To run `log_softmax` in fp32, autocast sets `dtype=` itself, but [not if the call already sets
-#    it](https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/autocast_mode.h). So the result is rounded to
-#    fp16.
+#    logits](https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/native/LossNLL.cpp), here fp16.
+# 2. Autocast runs `log_softmax` in fp32 by setting `dtype=`, but [not if the call already sets
+#    it](https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/autocast_mode.h). So `dtype=` stays fp16, and
+#    the result is rounded to fp16.
 # 3. Autocast casts the rounded values to fp32 for `nll_loss`. So the loss is fp32, and hides the rounding.
 #
 # To avoid the rounding, call **`.float()` on the logits.** On the CPU, autocast does this cast, because the
@@ -385,11 +385,13 @@ assert amp_lab_command(command.split()) == 0
 # Two runs of one model give different numbers. Is this rounding, or a mistake? The outputs alone do not
 # show this, because the error of an output includes the errors of all ops before it.
 #
-# Here, `first_difference` looks at one op at a time. It repeats each op of a run in fp64, on the inputs that the
-# op has in this run. The difference from the fp64 result is the error that this op *adds*. `first_difference`
-# also computes each run from its beginning in fp64. It returns the first op that adds more error than rounding
-# explains, or whose results differ between the two fp64 runs.
-# <!-- tests/difference/test_first_difference.py -->
+# Here, `first_difference` looks at one op at a time. It returns the first op for which one of these is true:
+#
+# - The op adds more error than rounding explains. To measure this error, `first_difference` repeats the op in fp64,
+#   on the inputs that the op has in this run, and compares the two results.
+# - The two runs differ in this op even in fp64. To check this, `first_difference` also computes both runs in fp64,
+#   each from its beginning.
+#   <!-- tests/difference/test_first_difference.py -->
 #
 # We compare a small GPT in fp32 with itself under autocast, and then with a copy that has a mistake:
 # another epsilon in one norm.
@@ -422,8 +424,8 @@ planted
 # %% [markdown]
 # Autocast changes the logits more than the mistake does. Yet `first_difference` finds nothing in the autocast
 # run, because no op adds more error than bf16 rounding explains. In the copy with the mistake, it names the
-# module and the op that adds the epsilon. The kind is *function*, because the two ops differ even in fp64, by
-# more than the errors of fp64 explain (*predicted*).
+# module and the op that adds the epsilon. The kind is *function*, because the results of the two ops
+# differ even in fp64. *Predicted* is the largest difference that the rounding errors of fp64 can explain.
 #
 # ## Summary
 #
