@@ -160,9 +160,8 @@ def join(device_type):
 # default, DDP averages the gradients over all ranks during `backward`. <!-- tests/notebooks/test_11_scale_out.py -->
 #
 # Our gradients are fp32, so DDP sends them in fp32. A [communication
-# hook](https://docs.pytorch.org/docs/stable/ddp_comm_hooks.html) can cast them first. Ours calls
-# PyTorch's hook for bf16. We give it a new name, because DDP refuses a hook with the original name in a torch for
-# CPUs.
+# hook](https://docs.pytorch.org/docs/stable/ddp_comm_hooks.html) can cast them first. Our `bf16_hook`
+# calls PyTorch's hook for bf16. It has a new name, because CPU-only builds of PyTorch refuse the original one.
 
 
 # %%
@@ -315,7 +314,8 @@ for n in counts[1:]:
 
 # %% [markdown]
 # All set-ups have nearly the same losses as one process. In fp32 they are far closer than in bf16. The assert allows
-# a relative difference of 2^-14 in fp32. In bf16 it allows 2^-6, which is four times the largest rounding error.
+# a relative difference of 2^-14 in fp32 and of 2^-6 in bf16. Rounding one number to bf16 changes it by up to 2^-8,
+# so 2^-6 is four times as much.
 #
 # **If you keep the global batch (of all ranks), you can keep the learning rate.** But a model with plain
 # batch norm has other training losses, because each rank normalises over only its part of the batch.
@@ -342,7 +342,8 @@ _ = figures.sent_bytes(bars, most)
 # - **Autocast** does not change what DDP sends, because fp32 weights have fp32 gradients.
 # - A bf16 **hook** halves the bytes.
 # - FSDP2 in **fp32** sends nearly 1.5 times as much as DDP. For an encoder layer it sends two all-gathers and one
-#   reduce-scatter, and each is half of DDP's all-reduce.
+#   reduce-scatter, and each is half of DDP's all-reduce. The few weights outside the encoder layers need only [one
+#   all-gather](https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html).
 # - FSDP2 with **`param_dtype=bf16`** sends about as much as DDP, because a gather in bf16 sends half as much as one
 #   in fp32.
 # - With **`reduce_dtype=bf16`**, FSDP2 sends less again, because the bytes of the gradients halve.
@@ -421,8 +422,9 @@ assert decided[0]["DDP", "gradient"][1] == []
 #
 # You can load a sharded checkpoint in a different number of processes. By default,
 # [`torch.distributed.checkpoint`](https://docs.pytorch.org/docs/stable/distributed.checkpoint.html) writes
-# a folder with a file from each rank. To load it, `get_state_dict` returns the tensors of this rank, `dcp.load` fills
-# them in place, and `set_state_dict` gives them to the model. <!-- tests/notebooks/test_11_scale_out.py -->
+# a folder with a file from each rank. To load it, call `get_state_dict` first. It returns the current tensors of this
+# rank. `dcp.load` overwrites them with the saved values, and `set_state_dict` gives them to the model.
+# <!-- tests/notebooks/test_11_scale_out.py -->
 
 
 # %%
