@@ -135,10 +135,11 @@ _ = figures.sqnr_by_format(errors)
 #
 # The outlier channel puts one outlier into each row. Each outlier ruins the values that share its scale:
 #
-# - In `fp8` this is the whole tensor, and in `fp8-rowwise` the whole row.
-# - In `nvfp4` it is the whole tensor too. The outliers determine its fp32 scale. Divided by this scale, the scales of
-#   the other blocks are too small for E4M3.
-# - In `fp8-1x128` and the MX formats (`mxfp8`, `mxfp4`), it is one block in each row.
+# - `fp8`: the whole tensor.
+# - `fp8-rowwise`: the whole row.
+# - `nvfp4`: the whole tensor. The outliers make its fp32 scale very large. This scale is multiplied by the E4M3 scale
+#   of each block. Even with the smallest E4M3 scale, nearly all other values become zero.
+# - `fp8-1x128` and the MX formats (`mxfp8`, `mxfp4`): one block in each row.
 #
 # The next cell checks this. It also prints the bits per value, including the scales of the blocks:
 
@@ -185,8 +186,8 @@ assert at_100["mxfp4"] < at_100["nvfp4"] < alone["nvfp4"] - 5
 # other ops, the sums, and the weights that the optimizer updates.
 #
 # `quantize` forms blocks within a row, so a row has to hold the values that the matmul sums over. Each tensor is in
-# two matmuls, which sum over different dimensions. So we round it twice, for example `weight` for the output, which
-# sums over in, and `weight.T` for dgrad, which sums over out.
+# two matmuls, which sum over different dimensions. So we round each tensor twice. For example, we round `weight` for
+# the output (a sum over *in*), and `weight.T` for dgrad (a sum over *out*).
 
 
 # %%
@@ -314,8 +315,8 @@ for name in ("mxfp4", "nvfp4"):
 # 1. `rehearse` runs a forward and a backward pass in fp32.
 # 2. It repeats the matmuls of each layer with rounded operands, in each format that suits the layer, and compares
 #    the results with those of fp32. In `fp8`, it rounds gradients to E5M2.
-# 3. It repeats both passes of the whole model in each format. It does not round the layers that should stay in 16
-#    bits, but computes them in fp32. If these are all the layers, `rehearse` skips this step.
+# 3. It repeats both passes of the whole model in each format. Layers that should stay in 16 bits are not rounded here,
+#    but run in fp32. If no layer is left to round, `rehearse` skips this step.
 #    <!-- tests/formats/test_inference_rehearsal.py, tests/formats/test_interception.py -->
 #
 # We call `rehearse` on our GPT, in which we create an outlier. In the MLP of the second block, we multiply the weights
