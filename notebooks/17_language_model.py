@@ -115,8 +115,9 @@ result
 #
 # **Call `.float()` on the logits** before the loss, as
 # [transformers](https://github.com/huggingface/transformers/blob/main/src/transformers/loss/loss_utils.py) and
-# `lm.loss_of` do. Without the cast, the loss is fp32 too, but on CUDA in eager mode it is computed from a log-softmax
-# that was [rounded to bf16](09_xray_your_model.ipynb#The-surprise-in-cross-entropy).
+# `lm.loss_of` do. Otherwise, CUDA in eager mode [rounds the log-softmax to
+# bf16](09_xray_your_model.ipynb#The-surprise-in-cross-entropy). The loss then has a rounding error, although its
+# dtype is fp32.
 #
 # **Load a model of transformers in the dtype that you want**, with `from_pretrained(…, dtype=…)`:
 #
@@ -124,8 +125,8 @@ result
 #   updates](16_low_precision_state.ipynb#Weights-in-bf16).
 # - **LoRA** (below): bf16 for the base.
 # - **Generation**: bf16, without autocast. With fp32 weights under autocast, a Llama model rotates its keys in
-#   fp32. Its default cache stores keys and values in the dtype of the keys, so the cache is twice as large as in
-#   bf16. <!-- tests/notebooks/test_17_language_model.py -->
+#   fp32. The default cache stores these keys in fp32, and casts the values (v) from bf16 to fp32. So it is twice
+#   as large as in bf16. <!-- tests/notebooks/test_17_language_model.py -->
 #
 # **Do not cast the whole model** with `model.to(torch.bfloat16)`, because this also casts buffers. In a Llama
 # model, a buffer holds the rates of the rotations (the angle per position). With bf16 rates, the angles are
@@ -256,8 +257,9 @@ print(f"fp32 logits: {1024 * 8000 * 4 / 2**20:.1f} MiB, one chunk: {64 * 8000 * 
 # For a 16-bit base, peft also creates adapters in fp32, unless you pass `autocast_adapter_dtype=False`.
 # <!-- tests/notebooks/test_17_language_model.py -->
 #
-# Under autocast, the matmuls of the adapter run in 16 bits too. Without autocast, they need an fp32 input. So our
-# layer casts the adapter's input to fp32, and the adapter's output to the dtype of the base's output:
+# Under autocast, the matmuls of the adapter run in 16 bits, like those of the base. Without autocast, they run in
+# fp32 and need an fp32 input. For this case, our layer casts the adapter's input to fp32, and the adapter's output
+# to the dtype of the base's output:
 # <!-- tests/notebooks/test_17_language_model.py -->
 
 
