@@ -319,7 +319,7 @@ assert torch.equal(recomputed, problem.change(train_amp, torch.float16))
 # <!-- tests/notebooks/test_07_training_recipes.py -->
 #
 # **A rare error** (torch 2.15): with its argument `context_fn`, `checkpoint` can save the results of the
-# matmuls. If two parts that are checkpointed in this way share a trainable weight, `backward` raises
+# matmuls. If two parts that are checkpointed in this way use the same trained linear layer, `backward` raises
 # `… not found in storage`. To prevent this error, pass `cache_enabled=False` to autocast.
 # <!-- tests/notebooks/test_07_training_recipes.py -->
 #

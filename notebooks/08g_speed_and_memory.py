@@ -214,7 +214,8 @@ assert (plain.ops, amp.ops, amp.casts) == (5, 16, 11)
 # %% [markdown]
 # **Why.** AMP speeds up large matrix multiplications and convolutions, on hardware with fast 16-bit
 # units. Small layers can become slower, because autocast adds a cast for each weight, bias and fp32 input. If
-# a GPU mostly waits for the data loader or the CPU, faster matmuls save little time.
+# a GPU mostly waits for the data loader or the CPU, faster matmuls [save little
+# time](https://docs.pytorch.org/tutorials/recipes/recipes/amp_recipe.html#speedup-with-amp-is-minor).
 #
 # Other causes:
 # - **The hardware** has no fast units for this dtype ([known
