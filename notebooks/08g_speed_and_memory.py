@@ -84,9 +84,9 @@ assert ("CUDA is not available" in warned) is not torch.cuda.is_available()
 assert "In CPU autocast, but the target dtype is not supported." in wrong_dtype
 
 # %% [markdown]
-# **Why.** You ask for CUDA and PyTorch sees no GPU or you imported `torch_xla`, or autocast on another device
-# does not support your dtype. Autocast then switches itself off with a warning, and training goes on in fp32.
-# Without a GPU, a scaler for CUDA does the same.
+# **Why.** You use autocast for CUDA, but PyTorch sees no GPU, or you imported `torch_xla`. Or you use autocast
+# for another device that does not support your dtype. In these cases, autocast switches itself off with a
+# warning, and training goes on in fp32. Without a GPU, a scaler for CUDA does the same.
 #
 # For `"xpu"` and `"mps"` there is no warning if the device is missing. Autocast and the scaler stay
 # enabled, but autocast leaves tensors on the CPU in fp32. <!-- tests/notebooks/test_08g_speed_and_memory.py -->
@@ -105,8 +105,8 @@ with torch.autocast("xpu", dtype=torch.float16):  # neither a warning nor an eff
     assert (x @ x.T).dtype is torch.float32
 
 # %% [markdown]
-# **Notice it earlier.** Do not call `torch.is_autocast_enabled()` without a device: it does not
-# ask about the CPU. Call `torch.is_autocast_enabled(x.device.type)`. <!-- tests/notebooks/test_08g_speed_and_memory.py -->
+# **Notice it earlier.** Call `torch.is_autocast_enabled(x.device.type)`. Without a device,
+# the result does not show whether autocast is on for the CPU. <!-- tests/notebooks/test_08g_speed_and_memory.py -->
 
 # %% [markdown]
 # ## A thread runs without autocast or in another dtype
