@@ -434,12 +434,12 @@ for options in ({}, {"cast_inputs": torch.float32}):
 #   "mat1 and mat2 must have the same dtype, but got Half and BFloat16",
 #   "expected m1 and m2 to have the same dtype, but got: c10::BFloat16 != c10::Half",
 #   "Input type (c10::BFloat16) and bias type (c10::Half) should be the same",
-#   "expected scalar type BFloat16 but found Half", "expected scalar type Half but found BFloat16",
 #   "RNN input dtype (torch.bfloat16) does not match weight dtype (torch.float16).",
 #   "RNN input dtype (torch.float16) does not match weight dtype (torch.bfloat16).",
 #   "Unexpected floating ScalarType in",
 # ]
 # quoted = [
+#   "expected scalar type BFloat16 but found Half", "expected scalar type Half but found BFloat16",
 #   "expected mat1 and mat2 to have the same dtype, but got: c10::BFloat16 != c10::Half",
 #   "Input type (CUDABFloat16Type) and weight type (torch.cuda.HalfTensor) should be the same",
 #   "Input type (torch.cuda.HalfTensor) and weight type (CUDABFloat16Type) should be the same",
@@ -528,7 +528,6 @@ assert torch.tensor(1e5).bfloat16().half() == torch.inf  # why not to convert bf
 #   "mat1 and mat2 must have the same dtype, but got Double and BFloat16",
 #   "expected m1 and m2 to have the same dtype, but got: double != float",
 #   "expected m1 and m2 to have the same dtype, but got: long int != float",
-#   "expected scalar type Double but found Float", "expected scalar type Long but found Float",
 #   "Input type (double) and bias type (float) should be the same",
 #   "Input type (long int) and bias type (float) should be the same",
 #   "Input type (unsigned char) and bias type (float) should be the same",
@@ -537,6 +536,7 @@ assert torch.tensor(1e5).bfloat16().half() == torch.inf  # why not to convert bf
 #   "Found dtype Long but expected Float",
 # ]
 # quoted = [
+#   "expected scalar type Double but found Float", "expected scalar type Long but found Float",
 #   "mat1 and mat2 must have the same dtype, but got Float and Double",
 #   "mat1 and mat2 must have the same dtype, but got Double and Half",
 #   "mat1 and mat2 must have the same dtype, but got BFloat16 and Double",
