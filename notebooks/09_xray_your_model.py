@@ -315,9 +315,9 @@ for backend in BACKENDS:
 #
 # 1. `F.cross_entropy` calls `log_softmax` [with `dtype=` set to the dtype of the
 #    logits](https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/native/LossNLL.cpp), here fp16.
-# 2. Autocast runs `log_softmax` in fp32 by setting `dtype=`, but [not if the call already sets
-#    it](https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/autocast_mode.h). So `dtype=` stays fp16, and
-#    the result is rounded to fp16.
+# 2. Autocast runs `log_softmax` in fp32 only [if the call does not set
+#    `dtype=`](https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/autocast_mode.h). This call does, so the
+#    result is rounded to fp16.
 # 3. Autocast casts the rounded values to fp32 for `nll_loss`. So the loss is fp32, and hides the rounding.
 #
 # To avoid the rounding, call **`.float()` on the logits.** On the CPU, autocast does this cast, because the
@@ -340,8 +340,9 @@ memory
 
 # %% [markdown]
 # Here, AMP makes the activations and the *temporaries* (tensors that are soon freed) smaller. Weights,
-# gradients and optimizer state have the same size in every column. AMP adds copies of the weights (*weights
-# cast by autocast*), not all of which exist at the peak. The activations take most of the memory, so almost twice the batch fits.
+# gradients and optimizer state have the same size in every column. AMP adds copies of the weights. The
+# table shows all of them (*weights cast by autocast*), and those that exist at the peak (*weight casts alive at the
+# peak*). The activations take most of the memory, so almost twice the batch fits.
 #
 # Leave some room, because `compare_memory` counts only tensors, and not the memory of the driver.
 
@@ -377,8 +378,8 @@ command = "memory torchvision.models:mobilenet_v3_small --input 1,3,224,224 --me
 assert amp_lab_command(command.split()) == 0
 
 # %% [markdown]
-# With AMP, the peak of this small model is in the optimizer, which has other temporaries than the backward
-# pass. <!-- tests/tracing/test_memory.py -->
+# With AMP, the peak of this small model is in the optimizer step, so the row of the temporaries shows those of the
+# optimizer. <!-- tests/tracing/test_memory.py -->
 #
 # ## Where do two runs diverge? (optional)
 #
@@ -425,7 +426,7 @@ planted
 # Autocast changes the logits more than the mistake does. Yet `first_difference` finds nothing in the autocast
 # run, because no op adds more error than bf16 rounding explains. In the copy with the mistake, it names the
 # module and the op that adds the epsilon. The kind is *function*, because the results of the two ops
-# differ even in fp64. *Predicted* is the largest difference that the rounding errors of fp64 can explain.
+# differ even in fp64, by more than rounding explains there (*predicted*).
 #
 # ## Summary
 #

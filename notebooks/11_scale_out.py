@@ -161,7 +161,8 @@ def join(device_type):
 #
 # Our gradients are fp32, so DDP sends them in fp32. A [communication
 # hook](https://docs.pytorch.org/docs/stable/ddp_comm_hooks.html) can cast them first. Our `bf16_hook`
-# calls PyTorch's hook for bf16. It has a new name, because CPU-only builds of PyTorch refuse the original one.
+# calls PyTorch's hook for bf16. We wrap PyTorch's hook in a function of another name, because DDP recognizes it by its
+# name and refuses it in a CPU-only build.
 
 
 # %%
@@ -341,11 +342,12 @@ _ = figures.sent_bytes(bars, most)
 #
 # - **Autocast** does not change what DDP sends, because fp32 weights have fp32 gradients.
 # - A bf16 **hook** halves the bytes.
-# - FSDP2 in **fp32** sends nearly 1.5 times as much as DDP. For an encoder layer it sends two all-gathers and one
-#   reduce-scatter, and each is half of DDP's all-reduce. The few weights outside the encoder layers need only [one
+# - FSDP2 in **fp32** sends nearly 1.5 times as much as DDP. For each encoder layer, it sends two all-gathers and one
+#   reduce-scatter, each half as large as DDP's all-reduce. The few other weights are not freed after the forward
+#   pass, so they need only [one
 #   all-gather](https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html).
-# - FSDP2 with **`param_dtype=bf16`** sends about as much as DDP, because a gather in bf16 sends half as much as one
-#   in fp32.
+# - FSDP2 with **`param_dtype=bf16`** sends about as much as DDP, because its two all-gathers are half as large in bf16
+#   as in fp32.
 # - With **`reduce_dtype=bf16`**, FSDP2 sends less again, because the bytes of the gradients halve.
 #
 # [The first cell](#The-idea-in-five-lines) showed that a sum in bf16 lost more precision with more ranks. So
@@ -402,8 +404,8 @@ assert decided[0]["DDP", "gradient"][1] == []
 # Rank 0 does not skip in one case only: DDP, with infinities in a gradient after the average.
 #
 # - **DDP:** the overflow from one rank's batch reaches all ranks through the average, so the scalers agree.
-# - **FSDP2:** each rank has a different shard of the gradients, so `unscale_` tells all ranks whether any
-#   gradient has overflowed.
+# - **FSDP2:** each rank has a different shard of the gradients. With such shards, `unscale_` itself tells all ranks
+#   whether any gradient has overflowed.
 #
 # So if the overflow comes from a batch, a plain `GradScaler` is enough with both engines.
 #
@@ -422,8 +424,9 @@ assert decided[0]["DDP", "gradient"][1] == []
 #
 # You can load a sharded checkpoint in a different number of processes. By default,
 # [`torch.distributed.checkpoint`](https://docs.pytorch.org/docs/stable/distributed.checkpoint.html) writes
-# a folder with a file from each rank. To load it, call `get_state_dict` first. It returns the current tensors of this
-# rank. `dcp.load` overwrites them with the saved values, and `set_state_dict` gives them to the model.
+# a folder with a file from each rank. To load it, get the current tensors of this rank with
+# `get_state_dict`. `dcp.load` overwrites these tensors with the saved values. Then `set_state_dict` gives the tensors
+# to the model.
 # <!-- tests/notebooks/test_11_scale_out.py -->
 
 

@@ -137,8 +137,8 @@ _ = figures.sqnr_by_format(errors)
 #
 # - `fp8`: the whole tensor.
 # - `fp8-rowwise`: the whole row.
-# - `nvfp4`: the whole tensor. The outliers make its fp32 scale very large. This scale is multiplied by the E4M3 scale
-#   of each block. Even with the smallest E4M3 scale, nearly all other values become zero.
+# - `nvfp4`: the whole tensor, which has one fp32 scale besides the scales of its blocks. The outliers make the fp32
+#   scale so large that nearly all other values become zero.
 # - `fp8-1x128` and the MX formats (`mxfp8`, `mxfp4`): one block in each row.
 #
 # The next cell checks this. It also prints the bits per value, including the scales of the blocks:
@@ -185,9 +185,9 @@ assert at_100["mxfp4"] < at_100["nvfp4"] < alone["nvfp4"] - 5
 # We round all operands to one format, so in FP8 the gradients are in E4M3 too. Everything else is in fp32: the
 # other ops, the sums, and the weights that the optimizer updates.
 #
-# `quantize` forms blocks within a row, so a row has to hold the values that the matmul sums over. Each tensor is in
-# two matmuls, which sum over different dimensions. So we round each tensor twice. For example, we round `weight` for
-# the output (a sum over *in*), and `weight.T` for dgrad (a sum over *out*).
+# `quantize` forms blocks within a row, so a row has to hold the values that the matmul sums over. But each tensor is
+# in two matmuls, which sum over different dimensions. `weight` is summed over *in* for the output, and over *out* for
+# dgrad. So we round each tensor twice: for example, we round `weight` for the output, and `weight.T` for dgrad.
 
 
 # %%
@@ -315,8 +315,8 @@ for name in ("mxfp4", "nvfp4"):
 # 1. `rehearse` runs a forward and a backward pass in fp32.
 # 2. It repeats the matmuls of each layer with rounded operands, in each format that suits the layer, and compares
 #    the results with those of fp32. In `fp8`, it rounds gradients to E5M2.
-# 3. It repeats both passes of the whole model in each format. Layers that should stay in 16 bits are not rounded here,
-#    but run in fp32. If no layer is left to round, `rehearse` skips this step.
+# 3. It repeats both passes of the whole model in each format. Layers that `rehearse` would not train in this format
+#    run in fp32. If no other layer is left, `rehearse` skips this step.
 #    <!-- tests/formats/test_inference_rehearsal.py, tests/formats/test_interception.py -->
 #
 # We call `rehearse` on our GPT, in which we create an outlier. In the MLP of the second block, we multiply the weights
@@ -400,8 +400,8 @@ assert off < 2**-8  # the rounding of the result to bf16
 # ## Sums in 14 bits (optional)
 #
 # Our simulation adds the products in fp32, but a Hopper GPU adds FP8 products in [about 14
-# bits](https://arxiv.org/abs/2412.19437). By default, PyTorch's FP8 matmul there adds only short partial sums in 14 bits,
-# and then adds these in fp32. With `use_fast_accum=True`, the whole sum is in 14 bits. `hopper_matmul` imitates both.
+# bits](https://arxiv.org/abs/2412.19437). By default, PyTorch's FP8 matmul on Hopper adds
+# only short parts of a sum in 14 bits, and then adds the parts in fp32. With `use_fast_accum=True`, the whole sum is in 14 bits. `hopper_matmul` imitates both.
 # <!-- tests/formats/test_hopper_sums.py -->
 #
 # We sum 4096 products, first of values with both signs, then of their magnitudes. In which case will a
@@ -460,8 +460,8 @@ assert (usual, fnuz, torch.finfo(torch.float8_e4m3fnuz).max) == (1.0, 0.5, 240)
 #
 # - The formats here have low-precision elements *and* scales. The error of ordinary values depends mostly on the
 #   element. The scales determine which values an outlier damages.
-# - One scale for the tensor was enough for FP8 with usual outliers. In four bits our outliers wiped out
-#   most of their blocks, so smaller blocks helped.
+# - One scale for the tensor was enough for FP8 with usual outliers. In four bits, each of our outliers
+#   wiped out most values of its block, so smaller blocks helped.
 # - Do not start a large run in a format that fails in a rehearsal.
 #
 # ## Exercises

@@ -125,8 +125,8 @@ result
 #   updates](16_low_precision_state.ipynb#Weights-in-bf16).
 # - **LoRA** (below): bf16 for the base.
 # - **Generation**: bf16, without autocast. With fp32 weights under autocast, a Llama model rotates its keys in
-#   fp32. The default cache stores these keys in fp32, and casts the values (v) from bf16 to fp32. So it is twice
-#   as large as in bf16. <!-- tests/notebooks/test_17_language_model.py -->
+#   fp32, and its default cache then stores keys and values in fp32. So the cache is twice as large as in
+#   bf16. <!-- tests/notebooks/test_17_language_model.py -->
 #
 # **Do not cast the whole model** with `model.to(torch.bfloat16)`, because this also casts buffers. In a Llama
 # model, a buffer holds the rates of the rotations (the angle per position). With bf16 rates, the angles are
@@ -199,7 +199,7 @@ print(f"two seeds in fp32 differ by up to {between_seeds:.2g}")
 # - the gradient of the log-softmax in fp32;
 # - the gradient of the logits in fp32.
 #
-# The fp32 copy that `.float()` makes is freed when `lm.loss_of` returns, because the backward pass does not need it.
+# A fifth tensor, the fp32 copy that `.float()` makes, is freed before this peak, when `lm.loss_of` returns.
 # <!-- tests/notebooks/test_17_language_model.py --> We compute the sizes for a batch of 8 x 2048 tokens:
 
 # %%
@@ -258,8 +258,8 @@ print(f"fp32 logits: {1024 * 8000 * 4 / 2**20:.1f} MiB, one chunk: {64 * 8000 * 
 # <!-- tests/notebooks/test_17_language_model.py -->
 #
 # Under autocast, the matmuls of the adapter run in 16 bits, like those of the base. Without autocast, they run in
-# fp32 and need an fp32 input. For this case, our layer casts the adapter's input to fp32, and the adapter's output
-# to the dtype of the base's output:
+# fp32 and need an fp32 input, so our layer casts the adapter's input to fp32. It casts the adapter's output to the
+# dtype of the base's output:
 # <!-- tests/notebooks/test_17_language_model.py -->
 
 
@@ -332,9 +332,10 @@ assert dtypes["blocks.0.qkv"] == dtypes["blocks.1"] == torch.bfloat16  # no fp32
 # each value is rounded.
 #
 # We take one layer of the second block's MLP, and scale its update to four sizes. The norm of the update is then
-# 1, 1/100, 1/1000 or 1/10,000 of the norm of the weight. For each size, we round the sum once, and print
-# how many values of the weight did not change, and how much of the update is left. Before you run this: how much is
-# left of an update that is 1000 times smaller than the weight?
+# 1, 1/100, 1/1000 or 1/10,000 of the norm of the weight. For each size, we round the sum once. We print
+# how many values of the weight did not change, and how much of the update is left: the part of the change that
+# points in the direction of the update. Before you run this: how much is left of an update that is 1000 times smaller
+# than the weight?
 
 # %% tags=["nbval-ignore-output"]
 layer = adapted.blocks[1].up
