@@ -400,8 +400,9 @@ assert off < 2**-8  # the rounding of the result to bf16
 # ## Sums in 14 bits (optional)
 #
 # Our simulation adds the products in fp32, but a Hopper GPU adds FP8 products in [about 14
-# bits](https://arxiv.org/abs/2412.19437). By default, PyTorch's FP8 matmul on Hopper adds
-# only short parts of a sum in 14 bits, and then adds the parts in fp32. With `use_fast_accum=True`, the whole sum is in 14 bits. `hopper_matmul` imitates both.
+# bits](https://arxiv.org/abs/2412.19437). By default, PyTorch's FP8 matmul on Hopper adds only short parts of a
+# sum in 14 bits, and then adds the parts in fp32. With `use_fast_accum=True`, the whole sum is in 14 bits.
+# `hopper_matmul` imitates both.
 # <!-- tests/formats/test_hopper_sums.py -->
 #
 # We sum 4096 products, first of values with both signs, then of their magnitudes. In which case will a
