@@ -589,8 +589,8 @@ assert "but got Double and BFloat16" in message
 # %% [markdown]
 # **Why.** A tensor, often the input, is float64 or an integer, but the op needs another dtype, such as that of
 # the weights. Or the class targets of `cross_entropy` are not int64. NumPy's floating-point arrays are float64
-# by default, and `torch.from_numpy` keeps this dtype. Autocast does not cast float64 or integers. <!--
-# tests/notebooks/test_02_autocast_dtypes.py -->
+# by default, and `torch.from_numpy` keeps this dtype. <!-- tests/notebooks/test_08e_dtypes.py --> Autocast does not
+# cast float64 or integers. <!-- tests/notebooks/test_02_autocast_dtypes.py -->
 #
 # **The fix.** Convert the tensor where you load or create it, with `.float()`, as in
 # `torch.from_numpy(array).float()`. Convert the class targets of `cross_entropy` with `.long()`.

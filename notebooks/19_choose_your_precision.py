@@ -187,7 +187,8 @@ torch.set_float32_matmul_precision(before)
 
 # %% [markdown]
 # [`torch.set_float32_matmul_precision`](https://docs.pytorch.org/docs/stable/generated/torch.set_float32_matmul_precision.html)
-# does not change convolutions. If you train in fp32 on an RTX 30, an A100 or a later NVIDIA GPU, usually choose `"high"`.
+# does not change convolutions on CUDA. If you train in fp32 on an RTX 30, an A100 or a later NVIDIA GPU, usually
+# choose `"high"`.
 #
 # For work that needs every digit, turn TF32 off for matmuls and convolutions:
 

@@ -1,5 +1,6 @@
 """`explain`: a message is recognised in whatever it comes in, and what is unknown is called so."""
 
+import ast
 import dataclasses
 import json
 import re
@@ -216,6 +217,14 @@ def test_a_message_is_known_without_its_end(text, code):
 )
 def test_one_loss_that_does_not_fall_is_not_one_of_two(text, code):
     assert explain(text)[0].code == code
+
+
+@pytest.mark.parametrize("failure", REFERENCE.failures.values(), ids=lambda failure: failure.code)
+def test_the_statements_in_the_text_of_a_failure_are_python(failure):
+    text = f"{failure.cause} {failure.cure} {failure.unsafe or ''}"
+    for code in re.findall(r"`((?:for|with|while|import|from|assert|del) [^`]+)`", text):
+        statement = code.replace("…", "...")
+        ast.parse(f"{statement} pass" if statement.endswith(":") else statement)
 
 
 def test_every_clue_leads_to_a_failure_of_the_reference():

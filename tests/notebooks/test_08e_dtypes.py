@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 import torchvision
@@ -541,3 +542,10 @@ def test_cast_inputs_needs_an_output_in_that_dtype(output):
     else:
         with pytest.raises(RuntimeError, match="same dtype"):
             result.sum().backward()
+
+
+def test_an_array_of_numpy_is_float64_by_default():
+    """AMP0151."""
+    array = np.linspace(0, 1, 3)
+    assert array.dtype == np.random.default_rng(0).random(3).dtype == np.float64
+    assert torch.from_numpy(array).dtype is torch.float64
