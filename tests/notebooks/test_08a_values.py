@@ -423,10 +423,11 @@ def test_finite_probabilities_in_16_bits_can_fail_the_check_of_a_distribution(dt
     torch.manual_seed(0)
     logits = torch.randn(5000, 4)
     probabilities = logits.softmax(-1).to(dtype)
+    checked = {"validate_args": True}  # torch.compile turns the check off for the whole process
     with pytest.raises(ValueError, match=re.escape("to satisfy the constraint Simplex()")):
-        torch.distributions.Categorical(probs=probabilities)
-    torch.distributions.Categorical(probs=probabilities.float())
-    torch.distributions.Categorical(logits=logits.to(dtype).float())
+        torch.distributions.Categorical(probs=probabilities, **checked)
+    torch.distributions.Categorical(probs=probabilities.float(), **checked)
+    torch.distributions.Categorical(logits=logits.to(dtype).float(), **checked)
 
 
 def test_eager_attention_of_transformers_masks_with_a_finite_number():
