@@ -161,8 +161,7 @@ def join(device_type):
 #
 # Our gradients are fp32, so DDP sends them in fp32. A [communication
 # hook](https://docs.pytorch.org/docs/stable/ddp_comm_hooks.html) can cast them first. Our `bf16_hook`
-# calls PyTorch's hook for bf16. We wrap PyTorch's hook in a function of another name, because DDP recognizes it by its
-# name and refuses it in a CPU-only build.
+# calls PyTorch's hook for bf16.
 
 
 # %%
@@ -314,9 +313,8 @@ for n in counts[1:]:
         assert difference < TOLERANCES[compute]
 
 # %% [markdown]
-# All set-ups have nearly the same losses as one process. In fp32 they are far closer than in bf16. The assert allows
-# a relative difference of 2^-14 in fp32 and of 2^-6 in bf16. Rounding one number to bf16 changes it by up to 2^-8,
-# so 2^-6 is four times as much.
+# All set-ups have nearly the same losses as one process. In fp32 they are far closer than in bf16. In
+# bf16 the assert allows 2^-6, four times the largest error of rounding one number.
 #
 # **If you keep the global batch (of all ranks), you can keep the learning rate.** But a model with plain
 # batch norm has other training losses, because each rank normalises over only its part of the batch.
