@@ -247,8 +247,8 @@ for picture in pictures.values():
 # - **Other programs.** `compare` leaves out rounds in which it notices another program. If too few rounds
 #   remain, it keeps all, and the result says *not reliable*. <!-- tests/core/test_timing.py -->
 #
-# A clock that [stops too early](#How-not-to-measure) makes a step look far faster than the device can be. To
-# catch this, `is_possible` compares the floating-point operations (FLOP) per second of the step with those of a
+# If the clock [stops too early](#How-not-to-measure), a step seems to be faster than the device can compute. To
+# catch this mistake, `is_possible` compares the floating-point operations (FLOP) per second of the step with those of a
 # matmul. If the machine was busy, `is_possible` checks nothing and returns True.
 # <!-- tests/notebooks/test_04_fp32_vs_amp.py -->
 #

@@ -123,8 +123,8 @@ torch.testing.assert_close(loss_in(torch.bfloat16, model), exact, rtol=0.05, ato
 torch.testing.assert_close(loss_in(torch.float16, repaired), exact, rtol=0.01, atol=0)  # 11 bits
 
 # %% [markdown]
-# **Not this.** Do not clamp the activations to 65504: larger values, such as 150,000, become wrong without a
-# message.
+# **Not this.** Do not clamp the activations to 65504. A value of 150,000 then becomes 65504, and no message says
+# so.
 
 # %%
 assert torch.tensor(150_000.0).half().clamp(max=65504) == 65504
@@ -174,7 +174,7 @@ print(added)
 assert added[0].isnan().all()
 
 # %% [markdown]
-# **Why.** The constant, often -1e9, lies outside the range of the tensor's dtype. In eager mode, `masked_fill` on a
+# **Why.** The constant, often -1e9, does not fit into the tensor's dtype. In eager mode, `masked_fill` on a
 # CPU or CUDA GPU refuses it. In fp16, addition, `torch.where` and `scores[0, 0] = -1e9` give -inf instead, and the
 # softmax of a row of -inf is NaN. <!-- tests/notebooks/test_08a_values.py -->
 #

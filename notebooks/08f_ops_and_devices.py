@@ -430,9 +430,9 @@ if torch.cuda.is_available():
     assert "cuFFT only supports dimensions whose sizes are powers of two" in on_cuda
 
 # %% [markdown]
-# **Why.** On CUDA, autocast does not cast the input of an FFT, which can be the 16-bit output of a layer.
-# cuFFT, NVIDIA's FFT library, has fp16 kernels only for sizes that are powers of two. PyTorch has no 16-bit FFT
-# kernels for a CPU. <!-- tests/notebooks/test_08f_ops_and_devices.py -->
+# **Why.** The input of the FFT is in 16 bits, for example because it is the output of a layer. On CUDA, autocast
+# does not cast it. cuFFT, NVIDIA's FFT library, has fp16 kernels only for sizes that are powers of two. PyTorch has
+# no 16-bit FFT kernels for a CPU. <!-- tests/notebooks/test_08f_ops_and_devices.py -->
 #
 # `torch.stft` calls the same kernels. On CUDA, an fp16 `torch.fft.rfft` returns complex numbers with two fp16 parts
 # (`ComplexHalf`). CUDA has no matmul for these numbers. <!-- tests/tracing/test_kernel_limits.py -->

@@ -510,8 +510,8 @@ assert one + 2**-9 == one
 # **What you see.** There is no message. The ranks (the processes of the run) have different weights or
 # gradient norms, or their scalers skip different steps.
 #
-# **A small program that shows it.** We compute by hand the gradients of two ranks with different
-# loss scales. The true gradient of each rank is 1, but the ranks get 1.5 and 0.75.
+# **A small program that shows it.** Two ranks have different loss scales. We compute their
+# gradients by hand. The true gradient of each rank is 1, but the ranks get 1.5 and 0.75.
 
 # %%
 scales = torch.tensor([1024.0, 2048.0])  # of two ranks

@@ -69,8 +69,8 @@ assert [row.dtype for row in result.rows] == [torch.float16, torch.float32, torc
 #
 # **See each op.** PyTorch's
 # [dispatcher](https://docs.pytorch.org/devlogs/dispatcher/2026-04-16-how-does-the-dispatcher-work/) sends
-# an op through autocast and autograd to a kernel. A `TorchDispatchMode` sees each op after autocast, right before
-# the kernel. So it also sees autocast's casts, as ops named `_to_copy`.
+# each op first to autocast, then to autograd, and then to a kernel. A `TorchDispatchMode` sees each op after
+# autocast, right before the kernel. So it also sees autocast's casts, as ops named `_to_copy`.
 # <!-- tests/notebooks/test_09_xray_your_model.py -->
 
 # %%
@@ -318,7 +318,8 @@ for backend in BACKENDS:
 # 2. Autocast runs `log_softmax` in fp32 only [if the call does not set
 #    `dtype=`](https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/autocast_mode.h). This call does, so the
 #    result is rounded to fp16.
-# 3. Autocast casts the rounded values to fp32 for `nll_loss`. So the loss is fp32, and hides the rounding.
+# 3. Autocast casts the rounded values to fp32 for `nll_loss`. So the loss is fp32, although its values were
+#    rounded to fp16.
 #
 # To avoid the rounding, call **`.float()` on the logits.** On the CPU, autocast does this cast, because the
 # [CPU's list](https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/autocast_mode.cpp) contains

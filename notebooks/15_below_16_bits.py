@@ -319,8 +319,9 @@ for name in ("mxfp4", "nvfp4"):
 #    run in fp32. If no other layer is left, `rehearse` skips this step.
 #    <!-- tests/formats/test_inference_rehearsal.py, tests/formats/test_interception.py -->
 #
-# We call `rehearse` on our GPT, in which we create an outlier. In the MLP of the second block, we multiply the weights
-# of one of the 256 features by a million, and divide its weights in the next layer by a million:
+# We call `rehearse` on our GPT. First we create an outlier in the MLP of the second block, which has 256 hidden
+# features. The layer `up` computes these features. We multiply its weights for one feature by a million. To
+# compensate, we divide the weights for this feature in the next layer, `down`, by a million:
 # <!-- tests/formats/test_rehearsal.py -->
 
 # %% tags=["nbval-ignore-output"]
