@@ -189,8 +189,8 @@ def profile_once(step):
 
 
 # %% [markdown]
-# We count how often each op runs with a first input of each dtype. If a copy
-# changes a tensor from one of fp32, fp16 and bf16 to another, we count it as a cast. <!-- tests/notebooks/test_14_ten_practices.py -->
+# We count how often each op runs with a first input of each dtype. If a copy changes a tensor from one of fp32,
+# fp16 and bf16 to another, we count it as a cast. <!-- tests/notebooks/test_14_ten_practices.py -->
 
 # %%
 SHORT = {"float": "fp32", "c10::Half": "fp16", "c10::BFloat16": "bf16"}
