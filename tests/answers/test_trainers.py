@@ -20,6 +20,8 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
+import amp_lab
+
 PAGE = (Path(__file__).parents[2] / "docs" / "trainers.md").read_text(encoding="utf-8")
 FENCE = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 SECTIONS = {section.partition("\n")[0]: section for section in PAGE.split("\n## ")[1:]}
@@ -518,14 +520,15 @@ def test_every_program_is_run():
         "unscale",
         "bad batch",
         "pipeline",
-        "optimizer state",
     )
     assert len(with_code) == len(tried)
     assert all(any(words in heading for heading in with_code) for words in tried)
 
 
 def test_the_state_of_an_optimizer_keeps_the_saved_dtype_and_leaves_the_checkpoint_alone():
-    section = next(text for heading, text in SECTIONS.items() if "optimizer state" in heading)
+    """AMP0296."""
+    (failure,) = amp_lab.explain("AMP0296")
+    loop, params = re.search(r"`(for i, state .*?)`, with `(params = .*?)`", failure.cure).groups()
     weight = nn.Parameter(torch.ones(4))
     optimizer = torch.optim.Adam([weight])
     weight.grad = torch.ones(4)
@@ -534,7 +537,9 @@ def test_the_state_of_an_optimizer_keeps_the_saved_dtype_and_leaves_the_checkpoi
     state = saved["state"][0]
     for key in ("exp_avg", "exp_avg_sq"):
         state[key] = state[key].to(BF16)
-    exec(FENCE.search(section)[1], {"optimizer": optimizer, "saved": saved, "torch": torch})
+    optimizer.load_state_dict(saved)
+    assert optimizer.state[weight]["exp_avg"].dtype is FP32
+    exec(f"{params}\n{loop}", {"optimizer": optimizer, "saved": saved, "torch": torch})
     moment = optimizer.state[weight]["exp_avg"]
     assert moment.dtype is BF16
     moment.zero_()
