@@ -9,12 +9,14 @@
 # %% [markdown]
 # # Move from Apex to torch.amp
 #
-# **What you'll do.** Train a small network at each of Apex's four optimization levels, and compare O0 to O2 with
-# the code that you would write today. Then move old code to `torch.amp`, by hand and with `amp-lab migrate`, and
-# resume from a checkpoint in Apex's format.
+# Apex is an NVIDIA package that offered mixed precision before PyTorch did.
+#
+# **What you'll do.** Train a small network at Apex's four optimization levels, O0 to O3, and compare them with
+# the code of today. Then move old code to `torch.amp`, by hand and with `amp-lab migrate`, and resume from a
+# checkpoint in Apex's format.
 #
 # **What you'll learn.**
-# - what the levels O0 to O3 did to weights, activations, gradients and optimizer, and to memory;
+# - what each level did to weights, activations, gradients and optimizer, and to memory;
 # - how to translate an old training loop line by line;
 # - which defaults and argument positions changed;
 # - what an Apex checkpoint contains, and what is missing.
@@ -50,9 +52,9 @@ names = {fp32: "fp32", fp16: "fp16", bf16: "bf16"}
 # %% [markdown]
 # ## The idea in five lines
 #
-# [Apex](https://nvidia.github.io/apex/amp.html#properties) had four optimization levels. At its default
-# level, O1, functions such as `F.linear` first cast their inputs to fp16. We make these casts by hand, and
-# then let autocast make them. Before you run the cell: how many of the outputs will differ?
+# At [Apex's default level, O1](https://nvidia.github.io/apex/amp.html#properties), functions such as `F.linear`
+# first cast their inputs to fp16. We make these casts by hand, and then let autocast make them. Before you run
+# the cell: how many of the outputs will differ?
 
 # %%
 torch.manual_seed(0)
@@ -64,31 +66,27 @@ print(f"{(today != as_apex_did).sum()} of {today.numel()} outputs differ")
 assert torch.equal(today, as_apex_did)
 
 # %% [markdown]
-# No output differs: autocast made the same casts.
+# Autocast made the same casts.
 #
 # ## The names, then and now
 #
-# Apex removed its `amp` [in 2025](https://github.com/NVIDIA/apex/pull/1896). Replace its names
-# with these names of torch:
+# Apex removed its `amp` [in 2025](https://github.com/NVIDIA/apex/pull/1896). Replace Apex's names with these names
+# of torch. `amp-lab migrate` (see below) knows more names.
+# <!-- tests/migrate/test_apex.py --> <!-- tests/remedies/test_apex_remedies.py -->
 #
 # | Apex | today |
 # |---|---|
 # | `amp.initialize(model, optimizer, opt_level="O1")` | `torch.autocast` around forward pass and loss |
 # | the loss scaler of `amp.initialize` | `torch.amp.GradScaler` |
 # | `amp.scale_loss(loss, optimizer)` | `scaler.scale(loss)` |
-# | `amp.master_params(optimizer)` | the optimizer's parameters, such as `model.parameters()`, after `scaler.unscale_` |
+# | `amp.master_params(optimizer)` | the optimizer's parameters, such as `model.parameters()` |
 # | `amp.state_dict()` | `scaler.state_dict()` |
 # | `amp.disable_casts()` | `torch.autocast(…, enabled=False)` |
-# | `amp.float_function` | in the function, cast the inputs with `.float()`, and compute in a `torch.autocast(…, enabled=False)` block |
-# | `amp.half_function` | nothing for matmuls and convolutions, whose inputs autocast casts; for a kernel of your own, cast its inputs with `.half()` |
+# | `amp.float_function` | `.float()` for the inputs, in a `torch.autocast(…, enabled=False)` block |
 # | `apex.optimizers.FusedAdam` | `torch.optim.AdamW(…, weight_decay=0, fused=True)` |
 # | `apex.parallel.DistributedDataParallel` | `torch.nn.parallel.DistributedDataParallel` |
 # | `apex.parallel.convert_syncbn_model` | `torch.nn.SyncBatchNorm.convert_sync_batchnorm` |
 # | `apex.normalization.FusedLayerNorm` | `torch.nn.LayerNorm` |
-#
-# By default, `weight_decay` is [0 in
-# `FusedAdam`](https://github.com/NVIDIA/apex/blob/e13873debc4699d39c6861074b9a3b2a02327f92/apex/optimizers/fused_adam.py)
-# and 0.01 in `AdamW`. <!-- tests/migrate/test_apex.py --> <!-- tests/remedies/test_apex_remedies.py -->
 #
 # ## What an optimization level was
 #
@@ -107,19 +105,15 @@ assert torch.equal(today, as_apex_did)
 #   such as softmax and `cross_entropy` cast [their inputs to
 #   fp32](https://github.com/NVIDIA/apex/blob/e13873debc4699d39c6861074b9a3b2a02327f92/apex/amp/lists/functional_overrides.py).
 # - **Master weights** (O2): the optimizer updates an fp32 copy of each fp16 weight.
-# - **The dynamic loss scale** (O1 and O2) [started at
-#   2^16](https://github.com/NVIDIA/apex/blob/e13873debc4699d39c6861074b9a3b2a02327f92/apex/amp/scaler.py) and by
-#   default grew up to 2^24. The scale of a `GradScaler` can grow further.
-#   <!-- tests/notebooks/test_13_from_apex.py -->
-#
-# Because Apex removed its `amp`, we use a toy version of it in plain torch
-# ([`course/toy_apex.py`](course/toy_apex.py)).
+# - **The dynamic loss scale** (O1 and O2) changed during training, as the scale of a `GradScaler` does. It
+#   [started at
+#   2^16](https://github.com/NVIDIA/apex/blob/e13873debc4699d39c6861074b9a3b2a02327f92/apex/amp/scaler.py).
 #
 # ## What each level did, and what replaces it today
 #
-# We train one small network at each level with the toy Apex, and again with today's code
-# ([`course/apex_training.py`](course/apex_training.py)). We multiply the loss by 12, so that the first dynamic
-# loss scale is too large and a few steps are skipped.
+# We train one small network at each level, and again with today's code
+# ([`course/apex_training.py`](course/apex_training.py)). In place of Apex's `amp`, we use a toy version of it
+# ([`course/toy_apex.py`](course/toy_apex.py)).
 # %%
 from course.apex_training import (
     check_close,
@@ -135,9 +129,8 @@ from course.toy_apex import ToyApex
 batches = small_batches(device)
 
 # %% [markdown]
-# The table shows the dtypes of the weights, the batch norm, the activations, the gradients, the weights that
-# Adam updates, and Adam's state. O3 trains for a single step, because its second loss is NaN. Before you
-# run this: in which columns do you expect fp16 for O1?
+# We print the dtypes of each run. O3 trains for a single step, because its second loss is NaN. Before you run
+# this: where do you expect fp16 at O1?
 
 
 # %%
@@ -157,13 +150,13 @@ assert table["O0"] == table["fp32 today"]
 
 # %% [markdown]
 # In the row of O1 only the activations are fp16, and the row of autocast is the same. At O2 the weights and
-# gradients are fp16 too (except in batch norm), and Adam updates fp32 master weights.
+# gradients of the linear layers are fp16 too, and Adam updates fp32 master weights.
 #
 # ### O0 and O1: fp32, and casts around ops
 #
 # Today O0 is a loop in fp32, without autocast. O1 is `torch.autocast` with `dtype=torch.float16` and a
-# `GradScaler`. We compare the losses of all steps. On a CPU, our check requires equality to the last bit. On a
-# GPU it allows four roundings to fp16, each of at most 2^-11 of the largest loss: together 2^-9.
+# `GradScaler`. We compare the losses of all steps. On a CPU, the losses must be equal to the last bit. On a GPU,
+# they may differ by 0.2 % of the largest loss.
 
 # %%
 SAME = 0 if device.type == "cpu" else 2**-9
@@ -172,40 +165,34 @@ check_close(runs["autocast"], runs["O1"], SAME)
 assert runs["O1"].scale == 2.0**13  # three steps skipped, in both
 
 # %% [markdown]
-# The fp32 loop gives the same losses as O0, and autocast gives the same losses as O1.
-#
-# For classifiers there is a difference. At O1, Apex ran `cross_entropy` in
-# [fp32](https://github.com/NVIDIA/apex/blob/e13873debc4699d39c6861074b9a3b2a02327f92/apex/amp/lists/functional_overrides.py).
-# On CUDA in eager mode, `cross_entropy` under autocast rounds its log-softmax to fp16 if the logits are fp16
-# ([notebook 09](09_xray_your_model.ipynb#The-surprise-in-cross-entropy) shows why). So write
-# `F.cross_entropy(logits.float(), targets)` when you move a classifier from O1.
+# For a classifier, also write `F.cross_entropy(logits.float(), targets)`. Apex ran all of `cross_entropy` in fp32,
+# but on CUDA autocast can round a part of it to fp16 ([notebook
+# 09](09_xray_your_model.ipynb#The-surprise-in-cross-entropy) shows why).
 #
 # ### O2: fp16 weights, fp32 masters
 #
-# Today's code is the same as for O1. The parameters *are* now the master weights, and autocast makes fp16 copies
-# of them for matmuls and convolutions. Before you run this: how close are the losses of O2 and autocast?
+# Today's code for O2 is the same as for O1. The parameters themselves are now the fp32 master weights, and
+# autocast makes fp16 copies of them for matmuls and convolutions. Before you run this: how close are the losses
+# of O2 and autocast?
 
 # %%
 check_close(runs["autocast"], runs["O2"], tolerance=2**-9)  # 4 roundings of fp16
 assert runs["autocast"].losses != runs["O2"].losses
 
 # %% [markdown]
-# The losses are close, but not equal: they differ by at most 0.2 % of the largest loss. This is because Apex
-# [cast the model to
-# fp16](https://github.com/NVIDIA/apex/blob/e13873debc4699d39c6861074b9a3b2a02327f92/apex/amp/_initialize.py)
-# before it copied the master weights from it. So the master weights start with only 11 significant bits.
+# The losses are close, but not equal. Apex first [cast the model to
+# fp16](https://github.com/NVIDIA/apex/blob/e13873debc4699d39c6861074b9a3b2a02327f92/apex/amp/_initialize.py), and
+# then copied the master weights from the model. So the master weights of O2 start as rounded values.
 #
 # ### O3: everything in fp16
 #
-# Today O3 is `model.half()` with fp16 inputs and an optimizer that updates the fp16 weights. Two of its problems
-# are:
+# Today O3 is `model.half()` with fp16 inputs. The optimizer updates the fp16 weights. Two problems are:
 #
 # - Small weight updates are rounded away ([notebook 16](16_low_precision_state.ipynb)).
-# - Adam (unless it is fused) can divide by zero. Its divisor is the root of an average of squared gradients, plus
-#   1e-8. After the first step, the average is the squared gradient times 0.001 (which is 1 - beta2). In fp16,
-#   1e-8 becomes zero. So does the average if the gradient is small.
+# - Our Adam divides by zero. Its divisor is the root of an average of squared gradients, plus 1e-8. In fp16, 1e-8
+#   becomes zero, and the average becomes zero if the gradients are small.
 #
-# We check this for a gradient of 0.0005, and train at O3 for three steps:
+# We check the divisor after a first gradient of 0.0005, and train at O3 for three steps:
 
 # %%
 assert 0.001 * torch.tensor(5e-4).half() ** 2 == 0 == torch.tensor(1e-8).half()
@@ -214,8 +201,6 @@ print("losses at O3:", *(f"{loss:.1f}" for loss in losses))
 assert losses[1] != losses[1]  # NaN
 
 # %% [markdown]
-# The second loss is NaN.
-#
 # ### What it costs in memory
 #
 # The table shows how many bytes a parameter of a linear layer takes during the step of torch's Adam:
@@ -227,8 +212,7 @@ assert losses[1] != losses[1]  # NaN
 # | O2 | 2 | 2 | 4 | 4 | 8 | 20 |
 # | O3 | 2 | 2 | | | 4 | 8 |
 #
-# O2 took the most memory per parameter. Its fp16 weights and gradients save 4 bytes, but the master weights
-# and their gradients take 8.
+# O2 took the most memory per parameter, because it stored weights and gradients in fp16 and again in fp32.
 #
 # ## The loop, line by line
 #
@@ -251,7 +235,7 @@ with ToyApex() as amp:
 assert old_model[0].weight.grad.norm() <= 0.1  # the last gradient is clipped
 
 # %% [markdown]
-# This is the same loop today. Comments mark the new and changed calls. On a CPU, the final weights are the same:
+# This is the same loop today. On a CPU, the final weights are the same:
 
 # %%
 model = new_model(device)
@@ -279,7 +263,6 @@ torch.testing.assert_close(ours, theirs, rtol=SAME, atol=SAME)
 # |---|---|
 # | `delay_unscale=True`, to accumulate | `scale(loss).backward()` for each micro-batch, then one `step` |
 # | `num_losses=2`, `loss_id=1` | one scaler for all losses; with several optimizers, a `step` for each, then one `update` |
-# | `loss_scale=128.0` | pass `init_scale=128.0`, and call `scaler.update(128.0)`; torch then still skips steps that overflow, but Apex did not |
 # | `min_loss_scale`, `max_loss_scale` | call `update()`; if `get_scale()` is then outside the limits, call `update(float(limit))` |
 # | `keep_batchnorm_fp32` | not needed: weights and statistics of batch norm stay fp32 | <!-- tests/notebooks/test_13_from_apex.py -->
 #
@@ -296,11 +279,11 @@ for old_name in (torch.cuda.amp.autocast, torch.cpu.amp.autocast, torch.cuda.amp
     assert [warning.category for warning in caught] == [FutureWarning]
 
 # %% [markdown]
-# Two things can go wrong when you move to the new names.
+# Two things can go wrong when you rename them.
 #
 # **The default dtype.** The old classes had a fixed default: fp16 for CUDA and bf16 for the CPU. By default, the
-# new class uses the current autocast dtype, which an outer block may have changed. In which dtype will each of
-# the three inner blocks compute? <!-- tests/notebooks/test_13_from_apex.py -->
+# new class takes the dtype of an outer autocast block, if there is one. In which dtype will each of the three
+# inner blocks compute? <!-- tests/notebooks/test_13_from_apex.py -->
 
 # %%
 x = torch.ones(2, 2)
@@ -316,7 +299,7 @@ print(f"old {names[old]}, renamed {names[renamed]}, written out {names[written_o
 assert (old, renamed, written_out) == (bf16, fp16, bf16)
 
 # %% [markdown]
-# If you only rename the class, this inner block computes in fp16 instead of bf16. So always pass `dtype`.
+# The renamed class changes the dtype of its block. So always pass `dtype`.
 #
 # **The order of arguments.** [The device now comes
 # first](https://docs.pytorch.org/docs/stable/amp.html), and `dtype` comes before `enabled`:
@@ -343,7 +326,7 @@ assert (asked.get_scale(), got.get_scale()) == (1024, 65536)
 # change by hand. Without `--write`, it changes no file.
 # <!-- tests/migrate/test_files.py, tests/migrate/test_apex.py -->
 #
-# The following part of an old program depends on the old default dtypes and on the old order of arguments:
+# This old program relies on the old default dtypes and on the old order of arguments:
 
 # %%
 OLD_PROGRAM = """
@@ -358,7 +341,7 @@ for x, y in batches:
 """
 
 # %% [markdown]
-# In the output, a minus marks the old lines and a plus marks the new lines:
+# A minus marks the old lines and a plus marks the new lines:
 
 # %%
 if find_spec("libcst") is None:
@@ -373,8 +356,8 @@ else:
     assert migrate_source(new_program)[0] == new_program  # nothing is left to do
 
 # %% [markdown]
-# The tool cannot rewrite the Apex loop from above. Instead, it prints what to write for three of its lines.
-# With `--mark`, the new code also contains this advice as comments.
+# The tool does not rewrite our Apex loop. It prints what to write for three of the loop's lines, and `--mark`
+# writes this advice into the code as comments:
 
 # %%
 if find_spec("libcst") is not None:
@@ -385,23 +368,19 @@ if find_spec("libcst") is not None:
     assert len(marks) == len(findings) == 3
 
 # %% [markdown]
-# Line 9 clips the gradients. Our new loop passes `model.parameters()` there. These are the same parameters here, because
-# the optimizer updates all parameters of the model.
-#
 # ## Checkpoints that Apex wrote
 #
 # [Apex's manual](https://nvidia.github.io/apex/amp.html#checkpointing) asked for a checkpoint with the
-# states of model, optimizer and `amp`. When you load such a checkpoint, expect the following:
+# states of model, optimizer and `amp`. In such a checkpoint:
 #
 # - Names begin with `module.` if the saved model was wrapped in `DistributedDataParallel`.
-# - At O2, the weights in the file were rounded to fp16 (except in batch norm). Their dtype is fp32, because
-#   Apex's `state_dict` [cast them back to
-#   fp32](https://github.com/NVIDIA/apex/blob/e13873debc4699d39c6861074b9a3b2a02327f92/apex/amp/_initialize.py).
+# - At O2, Apex [cast the fp16 weights to
+#   fp32](https://github.com/NVIDIA/apex/blob/e13873debc4699d39c6861074b9a3b2a02327f92/apex/amp/_initialize.py) for
+#   the file. Their values stay rounded to fp16.
 # - At O2, the fp32 master weights are missing, unless the program saved them. Our program saves them.
 #
-# Our reference run trains for eight steps, writes a checkpoint, and trains for eight more steps. In this run, the
-# loss scale grows after six steps without an overflow. The checkpoint stores how many such steps there were since
-# the scale last changed. The resumed run must continue this count. <!-- tests/notebooks/test_13_from_apex.py -->
+# Our reference run trains for eight steps, writes a checkpoint, and trains for eight more steps. The resumed run
+# has to repeat the last eight. <!-- tests/notebooks/test_13_from_apex.py -->
 
 # %%
 from course.apex_training import Run, today_step, train_and_save
@@ -412,8 +391,8 @@ INTERVAL = 6
 whole = train_and_save("O1", batches, new_model(device), PATH, INTERVAL)
 
 # %% [markdown]
-# We read the file with `weights_only=True`, and translate the scaler's state. Apex called the count of
-# steps without an overflow `unskipped`. `GradScaler` calls it `_growth_tracker`.
+# We translate the scaler's state. The scale grows after some number of steps without an overflow (here six).
+# Apex called the count of these steps `unskipped`. `GradScaler` calls it `_growth_tracker`.
 
 
 # %%
@@ -434,7 +413,7 @@ print(dict(state))
 assert scaler_state(state).keys() == torch.amp.GradScaler("cpu").state_dict().keys()
 
 # %% [markdown]
-# Now we resume at O1. We remove `module.` from the names. The state of torch's Adam needs no change:
+# Now we resume at O1. The state of torch's Adam needs no change:
 
 
 # %%
@@ -459,9 +438,8 @@ def resume(use_masters=False):
 check_close(resume(), whole, SAME)
 
 # %% [markdown]
-# On a CPU, the run at O1 resumes exactly. At O2 we resume twice: first with the rounded weights, then with
-# the master weights that our program saved in the same file. How close will each resumed run be to the
-# reference run?
+# At O2 we resume twice: first with the rounded weights, then with the saved master weights. How close will each
+# resumed run be to the reference run?
 
 # %%
 whole = train_and_save("O2", batches, new_model(device), PATH, INTERVAL)
@@ -471,20 +449,17 @@ check_close(resume(use_masters=True), whole, SAME)
 folder.cleanup()
 
 # %% [markdown]
-# With the rounded weights, the losses are close but not equal. With the master weights, the run resumes
-# exactly on a CPU.
+# On a CPU, only the run with the master weights is exact.
 #
 # ## Summary
 #
 # - O1 is autocast with `GradScaler`. For cross-entropy, pass `logits.float()`.
-# - With Adam, a parameter of a linear layer takes 20 bytes at O2 during the optimizer step, because O2 stores
-#   weights and gradients in fp16 and in fp32. With autocast it takes 16.
-# - O3 is `model.half()` with fp16 inputs. It loses small updates, and our second loss was NaN.
-# - In a loop at O1 or O2, `scale_loss` becomes `scale(loss).backward()`, and `optimizer.step()` becomes
+# - O2 took more memory per parameter than autocast: with Adam 20 bytes instead of 16 for a linear layer.
+# - O3 is `model.half()`. It loses small updates, and our second loss was NaN.
+# - In the loop, `scale_loss` becomes `scale(loss).backward()`, and `optimizer.step()` becomes
 #   `scaler.step(optimizer)`. Call `unscale_` before you clip, and `update` after the step.
-# - When you move from `torch.cuda.amp`, always pass the dtype, and pass the device as the first argument.
-# - In an Apex checkpoint, the scaler's `_growth_tracker` is called `unskipped`. At O2 the master weights are
-#   missing, unless the program saved them.
+# - When you move from `torch.cuda.amp`, pass the dtype, and pass the device as the first argument.
+# - An Apex checkpoint at O2 lacks the master weights, unless the program saved them.
 #
 # ## Exercises
 #
@@ -499,8 +474,8 @@ exercises = checks_of("13_from_apex")
 # %% [markdown]
 # ### 1. Count bytes with momentum
 #
-# You train with SGD with momentum. Momentum keeps one fp32 value per parameter; Adam keeps two. Work out
-# on paper how many bytes per parameter O2 held during the optimizer step, and how many autocast holds.
+# Momentum keeps one fp32 value per parameter; Adam keeps two. You train with SGD with momentum. How many bytes per
+# parameter did O2 hold during the optimizer step, and how many does autocast hold?
 
 # %%
 o2_bytes = ...
@@ -551,7 +526,7 @@ exercises.check_moved_scaler(moved_scaler)
 # ### 3. Keep the scale within limits
 #
 # Complete `update_within`. It updates the scaler and keeps the scale between two limits, as Apex did with
-# `min_loss_scale` and `max_loss_scale`. The check makes the scale rise and fall.
+# `min_loss_scale` and `max_loss_scale`.
 
 
 # %%
@@ -564,8 +539,7 @@ exercises.check_limits(update_within)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# Call `scaler.update()` first, because it may change the scale. The table of options above shows how to set a
-# scale afterwards.
+# Call `scaler.update()` first, because it may change the scale.
 #
 # </details>
 #
@@ -617,8 +591,7 @@ exercises.check_two_optimizers(step_of_both)
 #
 # ## Further reading
 #
-# - NVIDIA, [Apex](https://github.com/NVIDIA/apex): the [last version of its
-#   `amp`](https://github.com/NVIDIA/apex/tree/e13873debc4699d39c6861074b9a3b2a02327f92/apex/amp), with
-#   the levels in `frontend.py`, and the [manual](https://nvidia.github.io/apex/amp.html).
-# - PyTorch, [Automatic Mixed Precision package](https://docs.pytorch.org/docs/stable/amp.html), with
-#   the list of deprecated names.
+# - NVIDIA, the [last version of Apex's
+#   `amp`](https://github.com/NVIDIA/apex/tree/e13873debc4699d39c6861074b9a3b2a02327f92/apex/amp) and its
+#   [manual](https://nvidia.github.io/apex/amp.html).
+# - PyTorch, [Automatic Mixed Precision package](https://docs.pytorch.org/docs/stable/amp.html).
