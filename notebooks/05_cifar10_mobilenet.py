@@ -9,9 +9,8 @@
 # %% [markdown]
 # # Put AMP into an image-classification loop, and keep accuracy
 #
-# **What you'll do.** Add AMP to an ordinary training loop for MobileNetV2. Train in FP32 and with AMP,
-# and compare the accuracy. Find the layers that AMP makes slower on some devices. Then resume an
-# interrupted run, and check that it gives the same weights to the last bit.
+# **What you'll do.** Add AMP to an ordinary training loop for MobileNetV2, and compare the accuracy with
+# FP32. Find the layers that AMP makes slower. Then resume an interrupted run, and check its weights.
 #
 # **What you'll learn.**
 # - which lines of the loop change, and how one function works in every precision;
@@ -19,9 +18,8 @@
 # - how to find the layers that are slower under autocast;
 # - what to save and load so that a run with a scaler can be resumed.
 #
-# **What you need.** [Notebook 03](03_grad_scaler_step_by_step.ipynb) introduces `GradScaler`. [Notebook
-# 04](04_fp32_vs_amp.ipynb) shows the AMP step and how to measure. This notebook runs on a CPU without a
-# download.
+# **What you need.** [Notebook 03](03_grad_scaler_step_by_step.ipynb), for `GradScaler`, and [notebook
+# 04](04_fp32_vs_amp.ipynb), for the AMP step. This notebook runs on a CPU without a download.
 
 # %% tags=["nbval-ignore-output"]
 import tempfile
@@ -63,13 +61,12 @@ assert logits.dtype is torch.bfloat16
 assert loss.dtype is weight.dtype is weight.grad.dtype is torch.float32
 
 # %% [markdown]
-# Only the logits are in bf16: they come from a linear layer, which autocast runs in bf16. After
-# `logits.float()`, the loss is computed in fp32. The weights and their gradients stay in fp32.
+# Only the logits are in bf16: they come from a linear layer, which autocast runs in bf16. We convert
+# them to fp32 for the loss.
 #
 # ## Settings and data
 #
-# At the *full* scale, we train the whole network in batches of 128. At the *quick* scale, we train a
-# narrower network with fewer blocks, in batches of 64.
+# At the *quick* scale, we train a smaller network on fewer images.
 
 # %%
 DOWNLOAD = False  # True: fetch CIFAR-10 (170 MB) into data/ if it is not there
@@ -82,7 +79,7 @@ config = {
 seeds = (0, 1, 2)  # one training run each, for every precision
 
 # %% [markdown]
-# We train on CIFAR-10 if it is in `data/`, or if you set `DOWNLOAD` to `True` above. Otherwise we use
+# We train on CIFAR-10 if it is in `data/` or if `DOWNLOAD` is `True`. Otherwise we use
 # scikit-learn's handwritten digits, enlarged to 32x32 pixels. <!-- tests/train/data/test_images.py -->
 
 # %% tags=["nbval-ignore-output"]
@@ -95,9 +92,9 @@ print(f"{kind_of_data}: {len(data.train)} training and {len(data.test)} test ima
 assert len(data.train) > config["batch_size"]
 
 # %% [markdown]
-# The training images are augmented: they are changed slightly at random, for example by a shift. The
-# augmentation and the order of the images depend only on the seed and the epoch, so every precision
-# sees the same pixels. <!-- tests/train/data/test_images.py -->
+# The training images are shuffled and changed slightly at random, for example shifted. The order and the
+# changes depend only on the seed and the epoch, so every precision sees the same images.
+# <!-- tests/train/data/test_images.py -->
 
 
 # %%
@@ -109,17 +106,13 @@ def train_loader(epoch, seed):
 # %% [markdown]
 # ## The same loop with AMP
 #
-# Below is an ordinary training loop to which we have added AMP. The comment `# AMP` marks what AMP adds or
-# changes in the loop. The forward pass and the loss run under autocast. The loss and the optimizer step go
-# through a scaler. <!-- tests/notebooks/test_05_cifar10_mobilenet.py -->
+# The comment `# AMP` marks what AMP adds or changes in an ordinary training loop.
+# <!-- tests/notebooks/test_05_cifar10_mobilenet.py -->
 #
 # Both autocast and `GradScaler` take `enabled=`. With `enabled=False`, autocast casts nothing, and the
 # scaler leaves the loss unchanged and only calls `optimizer.step`. So one loop works in every precision:
 # we enable autocast for fp16 and bf16, and the scaler for fp16 alone.
 # <!-- tests/notebooks/test_05_cifar10_mobilenet.py -->
-#
-# If the scaler skips a step, `scheduler.step()` still runs, so the schedule is the same as in FP32.
-# <!-- code -->
 
 
 # %%
@@ -165,8 +158,7 @@ def evaluate(model, loader, dtype):
 
 
 # %% [markdown]
-# A run has a network, an optimizer, a learning-rate schedule and *one* scaler, which it keeps until the
-# end.
+# Each run creates *one* scaler and keeps it until the end.
 
 
 # %%
@@ -184,8 +176,7 @@ def new_run(dtype, seed, steps):
 # %% [markdown]
 # ## Train in each precision
 #
-# The function `train` trains a new network for all epochs. `float32_mode` turns TF32 off in the FP32
-# runs. <!-- tests/core/test_precision.py -->
+# As in notebook 04, `float32_mode` turns TF32 off in the FP32 runs. <!-- tests/core/test_precision.py -->
 
 
 # %%
@@ -202,9 +193,8 @@ def train(precision, seed):
 
 
 # %% [markdown]
-# We compare FP32 with the precisions that `describe_device` reports as accelerated. On a CPU, we leave out
-# fp16, because it is slow on [some CPUs](../docs/hardware.md). If none is left, we compare FP32 with bf16.
-# We train three seeds in each precision.
+# On a CPU, we compare FP32 with bf16. On a GPU, we compare it with the precisions that are faster than
+# FP32. We train three seeds in each precision. <!-- code -->
 #
 # Before you run this: which will differ more in accuracy, two precisions or two seeds?
 
@@ -251,11 +241,8 @@ for precision, found in final.items():
 print(f"seeds differ by up to {100 * spread:.1f} points, standard error {100 * error:.1f} points")
 
 # %% [markdown]
-# The last line gives both effects. The yardstick is its first number plus twice its second number. Here
-# the accuracies of the two precisions differ by less than the yardstick, so the difference does not count.
-#
-# This yardstick is coarse. With three seeds and 225 images, we could miss a real difference of a few
-# points.
+# Here the accuracies of the two precisions differ by less than the yardstick, so the difference does not
+# count. With three seeds and 225 test images, we could miss a real difference of a few points.
 #
 # ## Find the slow layers
 #
@@ -263,11 +250,11 @@ print(f"seeds differ by up to {100 * spread:.1f} points, standard error {100 * e
 # separately: <!-- tests/notebooks/test_05_cifar10_mobilenet.py -->
 #
 # - the *first* convolution;
-# - *pointwise* convolutions, which have 1x1 kernels, so each is a matmul over the channels;
-# - *depthwise* convolutions, which have 3x3 kernels, each of which sees a single channel;
+# - *pointwise* convolutions, which have 1x1 kernels;
+# - *depthwise* convolutions, in which each 3x3 kernel reads a single channel;
 # - *depthwise* convolutions with *stride 2*.
 #
-# We compare FP32 with one 16-bit precision. TF32 is off for FP32, as in training.
+# We compare FP32, without TF32, with one 16-bit precision.
 
 # %%
 amp = next((p for p in fit_for if p.dtype is not torch.float32), Precision.BF16)
@@ -286,12 +273,9 @@ def in_mode(precision, function):
 
 
 # %% [markdown]
-# We time the convolutions of the full MobileNetV2 at both scales, on images of 64x64 pixels. For each kind,
-# we run all its convolutions forward and backward.
-# <!-- tests/notebooks/test_05_cifar10_mobilenet.py -->
-#
-# Only four of the 52 convolutions are depthwise with stride 2. Before you run this: what share of the time
-# will these four take in FP32, and what share under autocast?
+# We time all 52 convolutions of the full MobileNetV2, forward and backward. Only four of them are depthwise
+# with stride 2. Before you run this: what share of the time will these four take in FP32, and what share
+# under autocast? <!-- tests/notebooks/test_05_cifar10_mobilenet.py -->
 
 # %% tags=["nbval-ignore-output"]
 kind_times = {}
@@ -305,12 +289,10 @@ _ = figures.time_by_kind(kind_times)
 assert list(kind_times) == list(KINDS)
 
 # %% [markdown]
-# Each kind of layer has two bars: FP32 on the left, and autocast, hatched, on the right. The number
-# above a hatched bar is the speed-up of autocast, so a number below 1x means that autocast is slower.
+# The number above a hatched bar is the speed-up of autocast. Below 1x, autocast is slower.
 #
-# On the CPU of this run, autocast makes the depthwise layers slower. In FP32, the four layers with stride
-# 2 take less than a tenth of the time. Under autocast, they take more than a third. These four lose far
-# more time than the pointwise layers gain.
+# On the CPU of this run, the four layers with stride 2 take less than a tenth of the time in FP32, and
+# more than a third under autocast. They lose far more time than the pointwise layers gain.
 #
 # ## Resume: to the last bit
 #
@@ -348,8 +330,7 @@ print("loss scale at the start, in the middle, at the end:", scales)
 assert scales[0] > scales[1]  # it has skipped steps
 
 # %% [markdown]
-# To resume, we create a new run, load the saved states into it, and continue. The new network starts
-# from another seed, so its weights are right only after loading.
+# To resume, we create a new run, load the saved states into it, and continue.
 
 
 # %%
@@ -397,16 +378,13 @@ folder.cleanup()
 #
 # ## Summary
 #
-# - AMP needs eight marked lines: six in the training loop, one in the evaluation, and one that creates
-#   the scaler. With `enabled=`, one loop works in every precision. Use one scaler for the whole run.
+# - With `enabled=`, one loop works in every precision. Use one scaler for the whole run.
 # - By our yardstick, a difference in accuracy counts if it is larger than the spread of the seeds plus
 #   two standard errors.
-# - Time autocast on your own network, with the batch and image size that you use. If autocast is slower
-#   than FP32, time the layers by kind, and run the slow kinds with [autocast
+# - If autocast makes your network slower, time its layers by kind, and run the slow kinds with [autocast
 #   disabled](02_autocast_dtypes.ipynb#Nest-and-disable-autocast).
 # - A checkpoint needs the scaler's state if the scaler is enabled, and the random states if the network has
-#   dropout. Check that a resumed run ends with the same weights as an
-#   uninterrupted one, bit for bit.
+#   dropout.
 #
 # Next, [notebook 06](06_caltech256_resnet50.ipynb) counts the memory of a training step.
 #
@@ -526,8 +504,7 @@ exercises.check_mended_loop(mended_loop)
 # ```
 #
 # The loop created a new scaler in every epoch. It also called `optimizer.step()`, which changes the
-# weights even if a gradient is infinite. In that case, `scaler.step` skips the step. It also unscales the
-# gradients if you have not, so you may keep `unscale_` or remove it.
+# weights even if a gradient is infinite. In that case, `scaler.step` skips the step.
 #
 # </details>
 #
@@ -554,9 +531,8 @@ exercises.check_superfluous(superfluous)
 # superfluous = {"scaler", "random"}
 # ```
 #
-# A disabled scaler has no state. Without dropout, nothing draws from the random states once the run has
-# begun, because in this notebook the order of the images depends only on the seed and the epoch. Save both
-# all the same, so that your code also fits a run with dropout or in fp16.
+# A disabled scaler has no state. Without dropout, this run draws no random numbers, because the order of
+# the images depends only on the seed and the epoch.
 # <!-- tests/notebooks/test_exercises.py --> <!-- tests/train/data/test_batches.py -->
 #
 # </details>
@@ -565,8 +541,5 @@ exercises.check_superfluous(superfluous)
 #
 # - [Sandler et al., *MobileNetV2: Inverted Residuals and Linear
 #   Bottlenecks*](https://arxiv.org/abs/1801.04381): the network.
-# - [Automatic mixed precision examples](https://docs.pytorch.org/docs/stable/notes/amp_examples.html):
-#   PyTorch's examples of clipping, accumulation and several losses.
-# - [Saving and loading models](https://docs.pytorch.org/tutorials/beginner/saving_loading_models.html),
-#   and [reproducibility](https://docs.pytorch.org/docs/stable/notes/randomness.html): what else you
-#   need for bitwise equality.
+# - [Reproducibility](https://docs.pytorch.org/docs/stable/notes/randomness.html): what else you need for
+#   bitwise equality.
