@@ -9,14 +9,14 @@
 # %% [markdown]
 # # Go below 16 bits with FP8, MX and NVFP4
 #
-# **What you'll do.** Round tensors to eight and four bits, with scales. Train a small GPT with linear
-# layers that multiply rounded tensors. Test a model in four formats with `rehearse`.
+# **What you'll do.** Round tensors to eight and four bits, with scales. Train a small GPT with rounded matmuls.
+# Test a model in four formats with `rehearse`.
 #
 # **What you'll learn.**
 # - which numbers an eight-bit or four-bit format can represent, and why it needs a scale;
 # - which values an outlier damages if there is one scale per tensor, per row or per block;
 # - what MX and NVFP4 are;
-# - which layers to keep in 16 bits, and what a simulation cannot tell you.
+# - which layers to keep in 16 bits.
 #
 # **What you need.** [Notebook 01](01_number_formats.ipynb) for number formats. You need no GPU,
 # because we simulate the formats.
@@ -41,9 +41,9 @@ figures.use_style()
 # %% [markdown]
 # ## The idea in five lines
 #
-# E4M3 is an FP8 (eight-bit) format. We round a gradient of ordinary size to E4M3, first directly, then with
-# a *scale*: we divide the gradient by the scale, round, and multiply by the scale. In the code, `factor` is
-# 1 / scale. Before you run this: what are the two results?
+# E4M3 is an FP8 (eight-bit) format. We round a gradient to E4M3, first directly, then with a *scale*: we divide
+# the gradient by the scale, round, and multiply by the scale. In the code, `factor` is 1 / scale. Before you run
+# this: what are the two results?
 
 # %%
 gradient = torch.tensor([1e-4, -3e-4, 2e-5])
@@ -55,13 +55,13 @@ assert not unscaled.any()
 assert (scaled / gradient - 1).abs().max() < 2**-4
 
 # %% [markdown]
-# The smallest positive number of E4M3 is about 0.002. Without a scale, all three values become zero, because
-# they are smaller than half of this number. With a scale, all three survive, with an error of at most a sixteenth.
+# Without a scale, all three values become zero, because they are smaller than half of the smallest positive number
+# of E4M3, about 0.002. With a scale, all three survive, with an error of at most a sixteenth.
 #
 # ## Formats of a single value
 #
-# A single value of a tensor is called an *element*. `ELEMENTS` lists the formats of elements. For seven of
-# them we print the largest and the smallest positive number: <!-- tests/formats/test_elements.py -->
+# A single value of a tensor is called an *element*. For seven formats of elements we print the largest and the
+# smallest positive number: <!-- tests/formats/test_elements.py -->
 
 # %%
 for name in ("fp16", "e4m3", "e5m2", "e2m3", "e3m2", "e2m1", "int8"):
@@ -74,9 +74,8 @@ print("E2M1 without its negative numbers:", halves[halves >= 0].tolist())
 assert halves[halves >= 0].tolist() == [0, 0.5, 1, 1.5, 2, 3, 4, 6]
 
 # %% [markdown]
-# E4M3 is named after its 4 exponent bits and 3 mantissa bits. **E5M2**, [meant for
-# gradients](https://arxiv.org/abs/2209.05433), has a larger range but is coarser. **E2M1** is the
-# element of the four-bit formats MXFP4 and NVFP4, which follow below.
+# E4M3 is named after its 4 exponent bits and 3 mantissa bits. Below, we use
+# mostly E4M3 and E2M1.
 #
 # PyTorch can cast to FP8, but [many
 # ops](https://docs.pytorch.org/docs/stable/tensor_attributes.html), such as `+`, do not support it. So below we
@@ -85,7 +84,7 @@ assert halves[halves >= 0].tolist() == [0, 0.5, 1, 1.5, 2, 3, 4, 6]
 #
 # ## The values that share a scale
 #
-# Here, the largest magnitude determines the scale. If one value is much larger than the others, small values
+# Above, the largest magnitude determined the scale. If one value is much larger than the others, small values
 # that share its scale may become zero. So it matters which values share a scale: a whole tensor, a row, or a
 # *block* (neighbours in a row). *MX* (microscaling) is an [open
 # standard](https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf), NVFP4 is
@@ -101,13 +100,12 @@ assert halves[halves >= 0].tolist() == [0, 0.5, 1, 1.5, 2, 3, 4, 6]
 # | `nvfp4` | E2M1 | 16 neighbours in a row | E4M3, and one more scale in fp32 for the whole tensor |
 #
 # `quantize` rounds a tensor to such a format, undoes the scaling, and returns the result in fp32. We
-# measure its error as the *signal to quantisation noise ratio* (SQNR) in decibels. An error as large
-# as the values is 0 dB, an error of 10 % is 20 dB, and an error of 1 % is 40 dB.
+# measure the error as the *signal to quantisation noise ratio* (SQNR): an error as large as the values is 0 dB,
+# an error of 10 % is 20 dB, and an error of 1 % is 40 dB.
 # <!-- tests/formats/test_scaling.py -->
 #
-# We round two tensors with normally distributed values. The second tensor has an *outlier channel*: one
-# column is a million times as large as the others, an extreme case. Before you run this: in which formats will
-# the other columns lose accuracy?
+# We round two tensors. In the second tensor, one column (an *outlier channel*) is a million times as large as the
+# others. Before you run this: in which formats will the other columns lose accuracy?
 
 
 # %%
@@ -130,18 +128,18 @@ errors = {
 _ = figures.sqnr_by_format(errors)
 
 # %% [markdown]
-# The figure shows the SQNR of all values except the outliers. Higher is better. Without an outlier, the
-# element decides: the SQNR is 31 to 32 dB in E4M3 (an error of 3 %), and 19 to 20 dB in E2M1 (about 10 %).
+# The figure shows the SQNR of all values except the outliers. Without an outlier, the element decides: the SQNR is
+# 31 to 32 dB in E4M3 (an error of 3 %), and 19 to 20 dB in E2M1 (about 10 %).
 #
-# The outlier channel puts one outlier into each row. Each outlier ruins the values that share its scale:
+# With the outlier channel, each row has one outlier. The outlier ruins the values that share its scale:
 #
-# - `fp8`: the whole tensor.
-# - `fp8-rowwise`: the whole row.
-# - `nvfp4`: the whole tensor, which has one fp32 scale besides the scales of its blocks. The outliers make the fp32
-#   scale so large that nearly all other values become zero.
-# - `fp8-1x128` and the MX formats (`mxfp8`, `mxfp4`): one block in each row.
+# | format | ruined values |
+# |---|---|
+# | `fp8`, and `nvfp4` because of its scale for the whole tensor | the whole tensor |
+# | `fp8-rowwise` | each row |
+# | `fp8-1x128`, `mxfp8`, `mxfp4` | one block in each row |
 #
-# The next cell checks this. It also prints the bits per value, including the scales of the blocks:
+# We check this, and print the bits per value, including the scales of the blocks:
 
 # %% tags=["nbval-ignore-output"]
 alone, beside = errors["normal"], errors["one outlier channel"]
@@ -154,9 +152,8 @@ for name in NAMES:
     print(f"{name:<12} {FORMATS[name].bits:>5.2f} bits a value, {alone[name]:.1f} dB")
 
 # %% [markdown]
-# In the language models of [LLM.int8()](https://arxiv.org/abs/2208.07339), outlier channels are up to 20
-# times as large as the rest. We now make the column 100 times as large, still more than in these models. Which
-# formats still lose accuracy?
+# In the language models of [LLM.int8()](https://arxiv.org/abs/2208.07339), outliers are up to 20 times as
+# large as the rest. We now make the column 100 times as large. Which formats still lose accuracy?
 
 # %% tags=["nbval-ignore-output"]
 usual = normal.clone()
@@ -169,25 +166,24 @@ assert at_100["mxfp4"] < at_100["nvfp4"] < alone["nvfp4"] - 5
 
 # %% [markdown]
 # FP8 loses almost nothing, because the range of E4M3 covers the outlier and the rest. In the four-bit
-# formats, most values in the block of the outlier become zero. NVFP4 loses less, because its blocks
-# are smaller. <!-- tests/formats/test_scaling.py -->
+# formats, most values in the block of the outlier become zero. <!-- tests/formats/test_scaling.py -->
 #
 # ## Train with rounded matmuls
 #
-# A linear layer with an input `x` (rows, in) and a weight (out, in) has up to three matmuls in a training step:
+# A linear layer has up to three matmuls in a training step. `grad` is the gradient of the output:
 #
-# | matmul | operands | sums over |
-# |---|---|---|
-# | output | `x`, `weight` | in |
-# | gradient of the input (*dgrad*) | `grad`, `weight` | out |
-# | gradient of the weight (*wgrad*) | `grad`, `x` | rows |
+# | matmul | computes | shapes | sums over |
+# |---|---|---|---|
+# | forward | `x @ weight.T` | (rows, in) @ (in, out) | in |
+# | *dgrad*, the gradient of `x` | `grad @ weight` | (rows, out) @ (out, in) | out |
+# | *wgrad*, the gradient of `weight` | `grad.T @ x` | (out, rows) @ (rows, in) | rows |
 #
-# We round all operands to one format, so in FP8 the gradients are in E4M3 too. Everything else is in fp32: the
-# other ops, the sums, and the weights that the optimizer updates.
+# The scale of a block multiplies a sum of products, so a block has to lie along the dimension that the matmul
+# sums over. Each tensor is in two matmuls, which sum over
+# different dimensions. So we round each tensor twice: for example, `weight` for the forward matmul, and `weight.T`
+# for dgrad.
 #
-# `quantize` forms blocks within a row, so a row has to hold the values that the matmul sums over. But each tensor is
-# in two matmuls, which sum over different dimensions. `weight` is summed over *in* for the output, and over *out* for
-# dgrad. So we round each tensor twice: for example, we round `weight` for the output, and `weight.T` for dgrad.
+# Everything else is in fp32, such as the sums and the weights that the optimizer updates.
 
 
 # %%
@@ -226,8 +222,8 @@ def round_matmuls(model, form):
 
 
 # %% [markdown]
-# The model is a GPT of two blocks ([notebook 17](17_language_model.ipynb) explains it). It predicts
-# the next character of the source code of Python's `argparse`. <!-- code -->
+# The model is a [GPT](17_language_model.ipynb#A-small-GPT) of two blocks. It predicts the next character of the
+# source code of Python's `argparse`. <!-- code -->
 
 
 # %%
@@ -243,7 +239,7 @@ def new_gpt():
 
 
 # %% [markdown]
-# With the same seed, each training starts from the same weights and draws the same batches:
+# With the same seed, two trainings start from the same weights and draw the same batches:
 
 
 # %%
@@ -268,8 +264,7 @@ def train(form, seed, steps):
 
 # %% [markdown]
 # We train in fp32, in E4M3 without a scale, and in four formats with scales, with three seeds each.
-# The cell prints the mean loss of the last 20 steps. Before you run this: which formats learn as well
-# as fp32?
+# Which formats will learn as well as fp32?
 
 # %% tags=["nbval-ignore-output"]
 no_scale = Format("fp8, no scale", ELEMENTS["e4m3"], (0, 0), scale="none")
@@ -285,13 +280,11 @@ for name, values in last.items():
 _ = figures.loss_from_fp32(losses)
 
 # %% [markdown]
-# The figure shows how far the loss of each format is above the fp32 loss with the same seed. Losses are smoothed.
-#
-# - Each line is the mean over three seeds, and each bar the range.
-# - The grey band is the range of the fp32 losses over the seeds.
+# The figure shows how far the smoothed loss of each format is above the fp32 loss with the same seed. Each line is
+# the mean over three seeds. The grey band is the range of the fp32 losses over the seeds.
 #
 # Here, FP8 and MXFP8 learn as well as fp32. The four-bit formats learn slightly less. FP8 without a scale
-# learns much less. We check the printed losses:
+# learns much less:
 
 # %%
 between_seeds = max(last["fp32"]) - min(last["fp32"])
@@ -302,26 +295,19 @@ for name in ("mxfp4", "nvfp4"):
     assert mean["fp32"] - max(between_seeds, 0.05) < mean[name] < mean["fp8, no scale"] - 0.1
 
 # %% [markdown]
-# **Do not start a large run in a format that learns much less in a short test**, as FP8 without a scale does here.
-# A format that passes can still [fail in a long training of a large model](https://arxiv.org/abs/2409.12517).
+# **Do not start a large run in a format that learns much less in a short test.** A format that passes can still
+# [fail in a long training of a large model](https://arxiv.org/abs/2409.12517).
 #
-# **Keep some layers in 16 bits**: [embeddings, the head, routers and
-# norms](https://arxiv.org/abs/2412.19437), and layers whose error is large. `rehearse` finds such layers.
+# **Keep some layers in 16 bits**: [embeddings, the head and norms](https://arxiv.org/abs/2412.19437), and layers
+# whose error is large. `rehearse` finds such layers.
 #
 # ## Test your own model
 #
-# `rehearse` tests formats on your model. If the model is in training mode, the test by default has three steps:
+# `rehearse` tests formats on your model. It runs a forward and a backward pass in fp32, and then tests each format:
+# first on the matmuls of each layer, then on the whole model. <!-- tests/formats/test_rehearsal.py -->
 #
-# 1. `rehearse` runs a forward and a backward pass in fp32.
-# 2. It repeats the matmuls of each layer with rounded operands, in each format that suits the layer, and compares
-#    the results with those of fp32. In `fp8`, it rounds gradients to E5M2.
-# 3. It repeats both passes of the whole model in each format. Layers that `rehearse` would not train in this format
-#    run in fp32. If no other layer is left, `rehearse` skips this step.
-#    <!-- tests/formats/test_inference_rehearsal.py, tests/formats/test_interception.py -->
-#
-# We call `rehearse` on our GPT. First we create an outlier in the MLP of the second block, which has 256 hidden
-# features. The layer `up` computes these features. We multiply its weights for one feature by a million. To
-# compensate, we divide the weights for this feature in the next layer, `down`, by a million:
+# We call `rehearse` on our GPT. First we make one feature of the second MLP an outlier, with weights that are a
+# million times larger before the feature (in `up`) and a million times smaller after it (in `down`):
 # <!-- tests/formats/test_rehearsal.py -->
 
 # %% tags=["nbval-ignore-output"]
@@ -342,20 +328,18 @@ assert all(found.verdict == "accurate enough in one step" for found in report.fo
 report
 
 # %% [markdown]
-# The report has a row for each linear layer and for the head. The row shows the SQNR of the layer's worst matmul in
-# each format. A star marks a layer that is better left in 16 bits. *Look at* gives the reason for each star:
+# A star marks a layer that is better left in 16 bits:
 # <!-- tests/formats/test_rehearsal.py -->
 #
-# - The large feature ruins the two layers around it, `blocks.1.up` and `blocks.1.down`, in all four formats.
-# - The head multiplies by the weight of the embedding, so its row is `token.weight`. It has no SQNR in these formats,
-#   because its output size, the number of characters, is not a [multiple of
+# - `blocks.1.up` and `blocks.1.down`: the large feature ruins these two layers in all four formats.
+# - `token.weight`: this is the head. Its output size is not a [multiple of
 #   16](08g_speed_and_memory.ipynb#A-size-is-not-a-multiple-of-16-or-8).
 #
-# The *error* rows show the errors of the whole model, with the starred layers in fp32. *Accurate enough in one
-# step* does not mean that the model learns. To test learning, run `amp-lab rehearse --steps 20`, which also
-# trains copies of the model. <!-- tests/cli/test_rehearse_command.py -->
+# The *error* rows show the errors of the whole model, with the starred layers in fp32. One accurate step does not
+# mean that the model learns. To test learning, run `amp-lab rehearse --steps 20`.
+# <!-- tests/cli/test_rehearse_command.py -->
 #
-# We check the two layers, and the error of the gradients in one format:
+# We check the two layers, and one error:
 
 # %%
 for layer in ("blocks.1.up", "blocks.1.down"):
@@ -367,15 +351,14 @@ assert report.formats[1].gradients_off < 2**-4  # the largest rounding error of 
 # %% [markdown]
 # ## Train in FP8 on a GPU
 #
-# The report of `rehearse` ends with code that converts the model with torchao ([which GPU supports which
-# format](#Which-GPU-supports-which-format-(optional))). <!-- tests/formats/test_rehearsal.py -->
-# Compile the model as well. Only large layers gain, as [torchao's
-# table](https://github.com/pytorch/ao/tree/main/torchao/float8#performance) shows.
+# The report of `rehearse` ends with code that converts the model with torchao. First look [which GPU supports which
+# format](#Which-GPU-supports-which-format-(optional)). <!-- tests/formats/test_rehearsal.py -->
+# Compile the model as well. In [torchao's
+# table](https://github.com/pytorch/ao/tree/main/torchao/float8#performance), large layers gain most.
 #
 # ## Compare with PyTorch's FP8 matmul (optional)
 #
-# PyTorch's FP8 matmul, `torch._scaled_mm`, takes the rounded operands and their scales. We call it on the
-# CPU, and compare its result with our simulation:
+# PyTorch's FP8 matmul takes the rounded operands and their scales. We compare its result with our simulation:
 
 # %% tags=["nbval-ignore-output"]
 a, b = torch.randn(32, 64), torch.randn(48, 64)
@@ -396,18 +379,16 @@ print(f"the real result, in bf16, is {off:.2%} off the simulated one")
 assert off < 2**-8  # the rounding of the result to bf16
 
 # %% [markdown]
-# The results agree, up to the rounding to bf16.
-#
 # ## Sums in 14 bits (optional)
 #
-# Our simulation adds the products in fp32, but a Hopper GPU adds FP8 products in [about 14
-# bits](https://arxiv.org/abs/2412.19437). By default, PyTorch's FP8 matmul on Hopper adds only short parts of a
-# sum in 14 bits, and then adds the parts in fp32. With `use_fast_accum=True`, the whole sum is in 14 bits.
-# `hopper_matmul` imitates both.
+# Our simulation adds the products in fp32. A Hopper GPU adds FP8 products in [about 14
+# bits](https://arxiv.org/abs/2412.19437). PyTorch has two options, which `hopper_matmul` imitates:
 # <!-- tests/formats/test_hopper_sums.py -->
 #
-# We sum 4096 products, first of values with both signs, then of their magnitudes. In which case will a
-# sum in 14 bits lose more accuracy?
+# - `use_fast_accum=True`: the whole sum is in 14 bits.
+# - `use_fast_accum=False`: short parts of the sum are in 14 bits, and the parts are added in fp32.
+#
+# We sum 4096 products of values with both signs, and of their magnitudes. Which sums will lose more?
 
 # %%
 rows = torch.randn(2, 16, 4096)
@@ -422,16 +403,13 @@ for kind_of_values, (left, right) in (("both signs", rows), ("one sign", rows.ab
 
 # %% [markdown]
 # With one sign, the sum keeps growing, and each addition cuts off the bits that do not fit into 14 bits.
-# With both signs, the sum stays small, so little is cut off.
 #
 # ## Which GPU supports which format (optional)
 #
-# Numbers such as 8.9 are compute capabilities.
-#
-# | GPU | FP8 | MXFP8, MXFP4, NVFP4 |
+# | GPU (compute capability) | FP8 | MXFP8, MXFP4, NVFP4 |
 # |---|---|---|
 # | NVIDIA Ampere and before (A100, RTX 30) | no | no |
-# | Ada, Hopper (8.9 and 9.0: RTX 40, L40S, H100) | yes | no |
+# | Ada, Hopper (8.9, 9.0: RTX 40, L40S, H100) | yes | no |
 # | Blackwell for data centers (10.x: B200, B300) | yes | yes |
 # | Blackwell RTX (12.x: RTX 50, RTX PRO) | yes | in part, see below |
 # | AMD MI300 | yes, as *fnuz* | no |
@@ -441,15 +419,10 @@ for kind_of_values, (left, right) in (("both signs", rows), ("one sign", rows.ab
 # [CUTLASS](https://github.com/NVIDIA/cutlass/blob/main/media/docs/cpp/blackwell_functionality.md) for
 # MXFP4, and [AMD](https://rocm.docs.amd.com/en/latest/reference/precision-support.html).
 #
-# On Blackwell RTX, some kernels are missing:
+# On Blackwell RTX, [some](https://github.com/pytorch/pytorch/pull/198188)
+# [kernels](https://github.com/NVIDIA/TransformerEngine/issues/3062) are missing.
 #
-# - With cuBLAS before 13.6, torch's MXFP8 matmul takes only [one layout of the
-#   operands](https://github.com/pytorch/pytorch/pull/198188).
-# - The default NVFP4 recipe of Transformer Engine
-#   [fails](https://github.com/NVIDIA/TransformerEngine/issues/3062), as users report.
-#
-# MI300 uses the *fnuz* variants of E4M3 and E5M2, in which the same bits stand for half the number. If you read an E4M3
-# checkpoint as *fnuz*, or the reverse, the values are wrong:
+# MI300 uses the *fnuz* variants of E4M3 and E5M2, in which the same bits stand for half the number:
 
 # %%
 bits = torch.tensor([0x38], dtype=torch.uint8)
@@ -460,11 +433,10 @@ assert (usual, fnuz, torch.finfo(torch.float8_e4m3fnuz).max) == (1.0, 0.5, 240)
 # %% [markdown]
 # ## Summary
 #
-# - The formats here have low-precision elements *and* scales. The error of ordinary values depends mostly on the
-#   element. The scales determine which values an outlier damages.
-# - One scale for the tensor was enough for FP8 with usual outliers. In four bits, each of our outliers
-#   wiped out most values of its block, so smaller blocks helped.
-# - Do not start a large run in a format that fails in a rehearsal.
+# - The error of ordinary values depends mostly on the element. The scales determine which values an outlier damages.
+# - With outliers of 100 times the rest, one scale for the tensor was enough in FP8. In four bits, each outlier
+#   wiped out most values of its block.
+# - Do not start a large run in a format that fails in a short test.
 #
 # ## Exercises
 #
@@ -504,8 +476,7 @@ exercises.check_bits(mebibytes)
 # ### 2. Find the factor
 #
 # Complete `factor_of`. It returns the factor that a tensor is multiplied by before it is rounded to E4M3,
-# so that its largest magnitude becomes 448. For a tensor of zeros, the factor must not be infinity or
-# NaN.
+# so that its largest magnitude becomes 448. For a tensor of zeros, the factor must be finite.
 
 
 # %%
@@ -565,7 +536,7 @@ exercises.check_block_scales(block_scales)
 #
 # Complete `left_out`. It returns a list with the names of the layers that a report of `rehearse` leaves
 # in 16 bits for one format, in the order of `report.layers`. `form` is the name of the format, such as
-# `"mxfp8"`. The check calls your function with the report of another model.
+# `"mxfp8"`.
 
 
 # %%
@@ -595,10 +566,6 @@ exercises.check_left_out(left_out)
 # ## Further reading
 #
 # - P. Micikevicius et al., [FP8 Formats for Deep Learning](https://arxiv.org/abs/2209.05433), 2022.
-# - [OCP Microscaling
-#   Formats](https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf):
-#   MXFP8, MXFP6, MXFP4 and their scales.
 # - NVIDIA, [Pretraining Large Language Models with NVFP4](https://arxiv.org/abs/2509.25149),
 #   2025: the Hadamard transform, stochastic rounding and the layers that stay in 16 bits.
-# - [torchao's float8 training](https://github.com/pytorch/ao/tree/main/torchao/float8): recipes,
-#   and a table of which shapes gain.
+# - [torchao's float8 training](https://github.com/pytorch/ao/tree/main/torchao/float8).
