@@ -9,14 +9,13 @@
 # %% [markdown]
 # # Keep weights and optimizer state below 32 bits
 #
-# **What you'll do.** Train with weights in bf16, see that small updates are lost, and fix that in three ways.
-# Round Adam's state to eight and four bits. Count the bytes of a parameter.
+# **What you'll do.** Count the bytes of a parameter. Train with weights in bf16, see that small updates are lost,
+# and keep them in three ways. Round Adam's state to eight and four bits.
 #
 # **What you'll learn.**
-# - why small updates of a bf16 weight are lost, and how stochastic rounding, Kahan summation and fp32
-#   master weights keep them;
-# - why a zero in Adam's second moment is dangerous;
-# - how many bytes a parameter takes in each setup.
+# - how many bytes a parameter takes in each setup;
+# - why small updates of a bf16 weight are lost, and how to keep them;
+# - why a zero in Adam's state is dangerous.
 #
 # **What you need.** [Notebook 01](01_number_formats.ipynb) for bf16, and [notebook
 # 15](15_below_16_bits.ipynb) for blocks of values that share a scale. You need no GPU.
@@ -60,8 +59,8 @@ assert weight == 1
 #
 # ## Bytes per parameter
 #
-# `forecast_memory` counts the bytes of weights, gradients and optimizer state for a model and an
-# optimizer. We call it for two linear layers in fp32 and in bf16, with several optimizers:
+# `forecast_memory` counts the bytes of weights, gradients and optimizer state. We call it for two linear layers in
+# fp32 and in bf16, with several optimizers:
 # <!-- tests/tracing/test_training_step.py --> <!-- tests/tracing/test_memory.py -->
 
 # %%
@@ -86,8 +85,7 @@ def bytes_held(dtype, optimizer):
 
 
 # %% [markdown]
-# We print the bytes per parameter in each setup. We also print the memory that weights, gradients and
-# optimizer state take in a model of 7 billion parameters (activations come on top):
+# We print the bytes per parameter, and the memory for 7 billion parameters, without activations:
 
 # %%
 held = {name: bytes_held(*setup) for name, setup in SETUPS.items()}
@@ -100,13 +98,14 @@ assert sum(held["bf16"].values()) == 8
 assert 6 < sum(held["bf16, 8-bit AdamW"].values()) < 6.1
 
 # %% [markdown]
-# The figure splits these bytes into weight, gradient and optimizer state. Does a model learn as well
-# with fewer bytes? We first test weights in bf16, then an optimizer state in fewer bits.
+# Does a model learn as well with fewer bytes? We first test weights in bf16, then an optimizer state in fewer
+# bits.
 #
 # ## Weights in bf16
 #
-# We write our own Adam, so that we can change two things: how an update is added to a weight, and how
-# the state (Adam's two moments) is stored. In this section both moments are in fp32.
+# Adam's state has two moments: the *mean* (a moving average of the gradients) and the *second moment* (a moving
+# average of their squares). We write our own Adam, so that we can change two things: how an update is added to a
+# weight, and how the moments are stored. In this section both moments are in fp32.
 
 
 # %%
@@ -136,19 +135,17 @@ class Adam:
 
 # %% [markdown]
 # The simplest way to add an update is to round the sum to the nearest number of the weight's dtype, as
-# `weight += update` does. In bf16, small updates are then lost. Three other ways keep them:
+# `weight += update` does. In bf16, small updates are then lost. We compare three other ways:
 # <!-- code -->
 #
 # - [**Stochastic rounding**](https://arxiv.org/abs/2010.06192) rounds up or down at random. A sum that lies three
 #   tenths of the way to the next number is rounded up in three cases out of ten.
-# - **Kahan summation** keeps a second bf16 number for each weight. This number stores the error of the last
-#   rounding. The next step adds this error to its update.
-# - **fp32 masters** are a copy of the weights in fp32. The optimizer updates this copy, then casts it
-#   to bf16.
+# - **Kahan summation** stores the error of the last rounding in a second bf16 number for each weight. The next step
+#   adds this error to its update.
+# - **fp32 masters** are a copy of the weights in fp32. The optimizer updates this copy, then casts it to bf16.
 #
-# A bf16 number is the upper half of the bits of an fp32 number. `stochastic` adds a random number of 16 bits to
-# the lower half. If the sum does not fit into the lower half, a 1 is carried into the upper half, which is then
-# the next bf16 number. At the end, `stochastic` sets the lower half to zero.
+# A bf16 number is the upper 16 bits of an fp32 number. `stochastic` adds random bits to the lower 16 bits, and then
+# sets the lower 16 bits to zero. If the addition carries a 1 into the upper bits, the result is the next bf16 number.
 # <!-- code -->
 
 
@@ -190,8 +187,7 @@ class Kahan:
 
 
 # %% [markdown]
-# Now we train a network on scikit-learn's handwritten digits in each of these ways, with a small
-# learning rate.
+# Now we train a network on scikit-learn's handwritten digits in each of these ways, with a small learning rate:
 
 
 # %%
@@ -209,7 +205,7 @@ def network():
 
 
 # %% [markdown]
-# The training loop is the usual one, with the dtype of the model as an argument:
+# The training loop takes the dtype of the model as an argument:
 
 
 # %%
@@ -264,16 +260,14 @@ for cured in ("bf16, stochastic", "bf16, Kahan", "bf16, masters"):
     assert lag < 0.1 * (min(at_the_end(losses["bf16, nearest"])) - of_fp32)
 
 # %% [markdown]
-# For each way in bf16, the figure shows the loss minus the fp32 loss with the same seed. Each line is the mean over
-# three seeds, and the bars show the range of the seeds. The grey band shows how far the fp32 losses of the seeds lie
-# from their mean. Each loss is averaged over the last ten steps, so the lines begin at step 10.
+# For each way in bf16, the figure shows the loss minus the fp32 loss with the same seed. The lines are means over
+# three seeds, and the bars show the range of the seeds.
 #
 # Here, with rounding to nearest, the network with bf16 weights learns far more slowly than in fp32. With the
 # three other ways it learns about as fast as in fp32.
 #
-# AMP has fp32 masters too: the model's fp32 weights are the masters, and autocast [casts
-# them](02_autocast_dtypes.ipynb). PyTorch's own AdamW rounds to nearest. So if you convert a model with
-# `.bfloat16()`, some weights may never change:
+# PyTorch's AdamW rounds to nearest. So if you convert a model with `.bfloat16()`, AdamW can leave weights
+# unchanged:
 
 # %%
 weight = torch.ones(8, dtype=bf16, device=device, requires_grad=True)
@@ -282,37 +276,10 @@ torch.optim.AdamW([weight], lr=1e-3, weight_decay=0).step()
 assert (weight == 1).all()  # below 1 the spacing of bf16 is 2^-8; 0.001 is less than half of it
 
 # %% [markdown]
-# ## Accumulate gradients in fp32 (optional)
-#
-# A sum of gradients in bf16 can lose small values in the same way as a weight. We sum the gradients of
-# micro-batches of eight images, in fp32 and in bf16:
-
-# %% tags=["nbval-ignore-output"]
-torch.manual_seed(0)
-model = network().to(device)
-exact, rounded = (torch.zeros(256, 256, device=device) for _ in range(2))
-off = {}
-for count, at in enumerate(range(0, 1792, 8), start=1):
-    loss = F.cross_entropy(model(images[at : at + 8]), labels[at : at + 8])
-    (grad,) = torch.autograd.grad(loss, [model[2].weight])
-    exact += grad
-    rounded = (rounded + grad.bfloat16()).bfloat16().float()
-    off[count] = ((rounded - exact).norm() / exact.norm()).item()
-for count in (1, 8, 64, 224):
-    print(f"{count:>3} micro-batches: the sum in bf16 is {off[count]:.2%} off the sum in fp32")
-assert off[1] < 2**-8 < off[64] < off[224]
-
-# %% [markdown]
-# For many micro-batches, sum in fp32. AMP does this already, because the weights and [their
-# gradients](05_cifar10_mobilenet.ipynb#The-idea-in-five-lines) are in fp32. With weights in bf16, add each
-# gradient to an fp32 tensor. In DeepSpeed, set [`"data_types": {"grad_accum_dtype":
-# "fp32"}`](https://www.deepspeed.ai/docs/config-json/).
-#
 # ## State in fewer bits
 #
-# Adam's state has two moments: the *mean* (a moving average of the gradients) and the *second moment* (a moving
-# average of their squares). In bf16 the second moment has the same problem as the weights. If the gradient is 0,
-# the second moment should shrink by 0.1 % in each step (with a beta2 of 0.999):
+# A second moment in bf16 has the same problem as a weight in bf16. If the gradient is 0, the second moment should
+# shrink by 0.1 % in each step (with a beta2 of 0.999):
 
 # %%
 square = torch.tensor(1.0, dtype=torch.bfloat16)
@@ -324,14 +291,10 @@ assert square == 1
 # %% [markdown]
 # The second moment does not shrink, so Adam's steps after a large gradient stay too small.
 #
-# In large tensors, we now round each value to eight or four bits, with a scale in fp32 for each block of values.
-# The result stays in fp32, so our code saves no memory. If all values of a block shrink by 0.1 %, the scale
-# shrinks by 0.1 %, so this change is not lost. If only some values shrink, the change can still be lost. Training
-# will show whether the state is accurate enough.
+# Now we round each value of a large moment to eight or four bits, with an fp32 scale for each block of values.
+# The block sizes are those of [torchao](https://github.com/pytorch/ao/blob/main/torchao/optim/adam.py). To keep the
+# code short, we store the rounded values in fp32, which saves no memory. We compare three formats:
 # <!-- tests/formats/test_scaling.py -->
-#
-# A block has 256 values (128 in four bits), as in
-# [torchao](https://github.com/pytorch/ao/blob/main/torchao/optim/adam.py). We compare three formats:
 #
 # - *INT8*: evenly spaced numbers from -127 to 127, for both moments;
 # - *INT8, no zero*: INT8 for the mean; for the second moment, 256 evenly spaced numbers that begin above zero;
@@ -365,7 +328,7 @@ def without_zero(bits):
 
 
 # %% [markdown]
-# For fp32 and each format, the next cell lists how the mean and the second moment are stored:
+# For each format, we name the functions that store the mean and the second moment:
 
 # %%
 int8 = in_blocks(Format("int8 in blocks", ELEMENTS["int8"], (1, 256)))
@@ -378,8 +341,7 @@ STATES = {
 }
 
 # %% [markdown]
-# We train with each format, count the seeds whose loss is finite at the end, and print the mean loss. Before you
-# run this: which format fails, and how?
+# We train with each format. Before you run this: which format fails, and how?
 
 # %% tags=["nbval-ignore-output"]
 learned = {}
@@ -395,8 +357,7 @@ for name in ("INT8, no zero", "4 bits, no zero"):
 
 # %% [markdown]
 # Here, with INT8 the loss becomes NaN. With the other formats the loss ends near that of fp32, even with four
-# bits. Why does INT8 fail? We square the entries of a gradient, and count the nonzero squares that INT8 stores as
-# zero, in both formats:
+# bits. Why does INT8 fail? We square a gradient, and count how many squares become 0 in both 8-bit formats:
 
 # %% tags=["nbval-ignore-output"]
 torch.manual_seed(0)
@@ -411,15 +372,12 @@ for name, store in (("INT8", int8), ("INT8, no zero", without_zero(8))):
 assert zeros["INT8"] > 0.1 > zeros["INT8, no zero"] == 0
 
 # %% [markdown]
-# INT8 stores a large share of the squares as 0. If the stored second moment is 0 and the next gradient is 0 or
-# tiny, Adam divides the mean by little more than epsilon (1e-8), so the update can become huge. Such updates make
-# the weights and the loss grow until the loss is NaN. The format without a zero stores a small square as its
-# smallest number.
+# INT8 stores a large share of the squares as 0. If the second moment is 0 and the next gradient is tiny, Adam divides
+# the mean by little more than epsilon (1e-8). The update can then become huge. The format without a zero stores a
+# small square as its smallest number.
 #
 # [torchao's low-bit optimizers](https://github.com/pytorch/ao/tree/main/torchao/optim) store the state in few
-# bits. The format of `AdamW8bit` has a zero, but also [many numbers close to
-# zero](https://github.com/pytorch/ao/blob/main/torchao/optim/quant_utils.py), so few squares become 0. In your
-# own code, you usually replace only the optimizer. For weights in bf16, set `bf16_stochastic_round=True`:
+# bits. For weights in bf16, set `bf16_stochastic_round=True`:
 #
 # ```python
 # from torchao.optim import AdamW8bit
@@ -429,13 +387,12 @@ assert zeros["INT8"] > 0.1 > zeros["INT8, no zero"] == 0
 #
 # ## Summary
 #
+# - With AdamW a parameter takes 16 bytes in fp32, 8 in bf16, and about 6 in bf16 with 8-bit state.
 # - With rounding to nearest, a bf16 weight does not change if the update is less than half of the
 #   distance to the next number in its direction.
 # - Stochastic rounding, Kahan summation (2 more bytes) and fp32 masters (4 more bytes) each fixed this
 #   problem here.
-# - For Adam's state, eight bits or even four were enough here, in a format that stored no square as zero. If a
-#   square is stored as zero, Adam can divide by little more than epsilon.
-# - With AdamW a parameter takes 16 bytes in fp32, 8 in bf16, and about 6 in bf16 with 8-bit state.
+# - For Adam's state, eight bits or even four were enough here, in a format that stored no square as zero.
 #
 # ## Exercises
 #
@@ -450,8 +407,8 @@ exercises = checks_of("16_low_precision_state")
 # %% [markdown]
 # ### 1. Move a weight
 #
-# We add an update to a bf16 weight of 0.75, and round the sum to nearest. The weight changes only if the
-# size of the update exceeds a bound. What is this bound?
+# We add an update to a bf16 weight of 0.75, and round the sum to nearest. How large must the update be, so that the
+# weight changes? Give the bound.
 
 # %%
 bound = ...
@@ -460,7 +417,7 @@ exercises.check_smallest_update(bound)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# bf16 has 7 bits of mantissa. How far apart are its numbers between 0.5 and 1?
+# How far apart are bf16's numbers between 0.5 and 1? The mantissa has 7 bits.
 #
 # </details>
 #
@@ -469,8 +426,6 @@ exercises.check_smallest_update(bound)
 # ```python
 # bound = 0.5 * 2**-7 / 2
 # ```
-#
-# The spacing between 0.5 and 1 is 2^-8, and half of that is 2^-9, about 0.002.
 #
 # </details>
 #
@@ -490,8 +445,7 @@ exercises.check_round_stochastically(round_stochastically)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# `torch.rand_like` draws evenly from 0 to 1. Add such a random number to the value. How often does
-# `floor` then give the upper number?
+# Add a random number between 0 and 1 (`torch.rand_like`) to the value, and use `floor`.
 #
 # </details>
 #
@@ -506,9 +460,8 @@ exercises.check_round_stochastically(round_stochastically)
 #
 # ### 3. Count the bytes
 #
-# Weights and gradients are in bf16. Kahan summation keeps one more bf16 number for each weight. Each of
-# Adam's two moments has eight bits for each value, and an fp32 scale for every 256 values. How many bytes
-# does a parameter take?
+# Weights and gradients are in bf16, and Kahan summation keeps one more bf16 number for each weight. Adam's two
+# moments have eight bits, with an fp32 scale for every 256 values. How many bytes does a parameter take?
 
 # %%
 bytes_each = ...
@@ -517,8 +470,7 @@ exercises.check_bytes(bytes_each)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# The weight, the gradient and Kahan's number take two bytes each. A moment takes one byte, plus a 256th
-# of the four bytes of a scale.
+# A moment takes one byte, plus a 256th of the four bytes of a scale.
 #
 # </details>
 #
@@ -568,4 +520,3 @@ exercises.check_store_squares(store_squares)
 #   Quantization](https://arxiv.org/abs/2110.02861), 2021.
 # - B. Li et al., [Memory Efficient Optimizers with 4-bit
 #   States](https://arxiv.org/abs/2309.01507), 2023: why zero is a problem.
-# - [torchao's optimizers](https://github.com/pytorch/ao/tree/main/torchao/optim).
