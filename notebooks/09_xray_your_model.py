@@ -10,8 +10,7 @@
 # # X-ray your model before you rent the GPU
 #
 # **What you'll do.** Write a small tracer that records the dtype of each op under CUDA's autocast rules.
-# Apply the complete tool, `xray`, to a ResNet-50, an LSTM and a GPT. Forecast whether a training step fits
-# into a GPU's memory.
+# Apply the complete tool, `xray`, to three models. Forecast whether a training step fits into a GPU's memory.
 #
 # **What you'll learn.**
 # - why you can see autocast's decisions for a device that you do not have;
@@ -19,11 +18,9 @@
 # - why `F.cross_entropy` on fp16 logits is less precise than it looks;
 # - what takes memory in a training step, and which part AMP makes smaller.
 #
-# **What you need.** [Notebook 02](02_autocast_dtypes.ipynb) for autocast's rules. You need no GPU,
-# and no memory for the large models, because we build them without any values.
+# **What you need.** [Notebook 02](02_autocast_dtypes.ipynb) for autocast's rules. You need no GPU.
 
 # %% tags=["nbval-ignore-output"]
-import copy
 from contextlib import contextmanager
 
 import torch
@@ -35,9 +32,9 @@ from torch.utils._pytree import tree_leaves
 from torchvision import models
 
 from course import figures, start
-from course.gpt import SIZES, Gpt, Size
+from course.gpt import SIZES, Gpt
 
-from amp_lab import first_difference, xray
+from amp_lab import xray
 from amp_lab.cli import main as amp_lab_command
 from amp_lab.core.backends import BACKENDS
 from amp_lab.tracing import compare_memory
@@ -49,8 +46,7 @@ _ = torch.manual_seed(0)
 # %% [markdown]
 # ## The idea in five lines
 #
-# We ask for the dtypes of a tiny network under CUDA's autocast, without a GPU. Before you run this: in
-# which dtype does each layer run?
+# We trace a tiny network under CUDA's autocast, without a GPU. In which dtype does each layer run?
 
 # %%
 tiny = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Softmax(-1))
@@ -60,8 +56,8 @@ for row in result.rows:
 assert [row.dtype for row in result.rows] == [torch.float16, torch.float32, torch.float32]
 
 # %% [markdown]
-# The linear layer (`addmm`) runs in fp16, the norm and the softmax in fp32. `xray` found this without
-# computing a single number. <!-- tests/tracing/test_xray.py -->
+# The linear layer (`addmm`) runs in fp16, the norm and the softmax in fp32. `xray` found these dtypes without
+# computing a value. <!-- tests/tracing/test_xray.py -->
 #
 # ## A short tracer
 #
@@ -69,8 +65,9 @@ assert [row.dtype for row in result.rows] == [torch.float16, torch.float32, torc
 #
 # **See each op.** PyTorch's
 # [dispatcher](https://docs.pytorch.org/devlogs/dispatcher/2026-04-16-how-does-the-dispatcher-work/) sends
-# each op first to autocast, then to autograd, and then to a kernel. A `TorchDispatchMode` sees each op after
-# autocast, right before the kernel. So it also sees autocast's casts, as ops named `_to_copy`.
+# each op first to autocast and later to a kernel. While a `TorchDispatchMode` is active, PyTorch calls its
+# `__torch_dispatch__` for each op right before the kernel. So the mode also sees autocast's casts, as ops named
+# `_to_copy`.
 # <!-- tests/notebooks/test_09_xray_your_model.py -->
 
 # %%
@@ -99,12 +96,12 @@ class Tracer(TorchDispatchMode):
 
 
 # %% [markdown]
-# **Pretend to have the device.** Autocast looks at the op, the dtypes and the type of the device, but
-# not at the values. A [*fake
+# **Pretend to have the device.** Autocast does not look at values. It looks at the op, the dtypes and the type
+# of the device. A [*fake
 # tensor*](https://docs.pytorch.org/docs/stable/user_guide/torch_compiler/torch.compiler_fake_tensor.html)
-# has a dtype and a device but no data, so the device need not exist. `torch.autocast("cuda")` would
-# [check](https://github.com/pytorch/pytorch/blob/main/torch/amp/autocast_mode.py) that CUDA is there, so
-# `rules_of` sets autocast's state itself.
+# has a dtype and a device but no data, so the device need not exist. We cannot use `torch.autocast("cuda")`, which
+# [checks](https://github.com/pytorch/pytorch/blob/main/torch/amp/autocast_mode.py) for CUDA. So `rules_of` sets
+# autocast's state directly.
 
 
 # %%
@@ -156,9 +153,9 @@ assert fake_rows[-1] == ("native_layer_norm", ("fp32",) * 3, ("fp32",))
 
 # %% [markdown]
 # Each row is one op. The convolution needs three casts, for its input, weight and bias. The linear layer needs
-# only two, because its input is already fp16. The norm runs in fp32, so it needs one, of its fp16 input.
+# two, because its input is already fp16. The norm runs in fp32, so only its fp16 input needs a cast.
 #
-# Does a real run show the same rows? We check this on the CPU.
+# On the CPU, we check that a real run shows the same rows:
 
 # %%
 images = torch.rand(2, 3, 8, 8)
@@ -175,17 +172,17 @@ assert tracer.rows == trace_on("cpu", net, images.shape)
 xray(net, images, device_type="cuda")
 
 # %% [markdown]
-# This table has a line for each module that computes: <!-- tests/tracing/test_xray_result.py -->
+# The table has a line for each module that computes: <!-- tests/tracing/test_xray_result.py -->
 #
 # - `work` is the module's share of the arithmetic in matmuls and convolutions.
-# - `work in` is the dtype of this work.
+# - `work in` is the dtype of these matmuls and convolutions.
 # - `other ops in` is the dtype of the other ops.
 #
 # ## Three models, three backends
 #
-# Do the backends run the same model in the same dtypes? We compare a ResNet-50, a GPT with twelve blocks
-# and an LSTM. The values do not matter, so we build the models on the [`meta`
-# device](https://docs.pytorch.org/docs/stable/meta.html), where tensors have no data.
+# Do the backends run a model in the same dtypes? We compare a ResNet-50, a GPT and an LSTM. We build the models
+# on the [`meta` device](https://docs.pytorch.org/docs/stable/meta.html), where tensors have no data, so the models
+# take no memory.
 
 
 # %%
@@ -216,8 +213,8 @@ def mean_loss(output):
 
 
 # %% [markdown]
-# We trace each model with its loss under the rules of three backends. Before you run this: in one of the
-# nine rows, nearly all of the work stays in fp32. Which row is it?
+# We trace each model with its loss under the rules of three backends. In one of the nine rows, nearly all of the
+# work stays in fp32. Which row do you expect?
 
 # %%
 found = {
@@ -233,8 +230,7 @@ shares = {key: result.low_share for key, result in found.items()}
 assert {key for key, share in shares.items() if share < 0.99} == {("LSTM", "mps")}
 
 # %% [markdown]
-# The last column shows how much of the arithmetic in matmuls and convolutions runs in low precision. On
-# MPS the LSTM layer stays in fp32, and the ResNet needs far more casts than on CUDA. To see why, we draw
+# On MPS, the LSTM layer stays in fp32, and the ResNet needs far more casts than on CUDA. To see why, we draw
 # the dtype in which each kind of op computes.
 
 
@@ -254,10 +250,10 @@ for (name, backend), result in found.items():
 _ = figures.dtypes_by_model(grid)
 
 # %% [markdown]
-# The figure has a panel for each model, a column for each backend and a row for each kind of op. Dark
-# fields are fp32. Compare three ops (the next cell checks them):
+# Dark fields are fp32. Compare three ops:
 #
-# - **`batch_norm`** and the `relu_` after it are fp32 on MPS. So the ResNet needs casts before and after each norm.
+# - **`batch_norm`** and the `relu_` after it are fp32 on MPS, but the convolutions are fp16. So the ResNet needs
+#   casts from fp16 to fp32 and back.
 # - **`lstm`** is fp32 on MPS.
 # - **`_log_softmax`** in the loss is fp16 on CUDA and MPS, and fp32 on the CPU. The [next
 #   section](#The-surprise-in-cross-entropy) explains why.
@@ -278,8 +274,8 @@ assert casts["ResNet-50", "mps"] > 2 * casts["ResNet-50", "cuda"]
 # By default, `F.cross_entropy` of class indices calls [`log_softmax`, and then
 # `nll_loss`](https://docs.pytorch.org/docs/stable/generated/torch.nn.CrossEntropyLoss.html). Both are on
 # [CUDA's list](https://docs.pytorch.org/docs/stable/amp.html#autocast-op-reference) of ops that run in fp32.
-# Yet the figure shows `_log_softmax` in fp16. We trace `F.cross_entropy` on fp16 logits, first without and
-# then with `.float()` on the logits:
+# Yet the figure shows `_log_softmax` in fp16. We trace `F.cross_entropy` on fp16 logits, without and with
+# `.float()` on the logits:
 
 
 # %%
@@ -321,18 +317,18 @@ for backend in BACKENDS:
 # 3. Autocast casts the rounded values to fp32 for `nll_loss`. So the loss is fp32, although its values were
 #    rounded to fp16.
 #
-# To avoid the rounding, call **`.float()` on the logits.** On the CPU, autocast does this cast, because the
-# [CPU's list](https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/autocast_mode.cpp) contains
-# `cross_entropy_loss` itself.
+# To avoid the rounding, call **`.float()` on the logits.** On the CPU, autocast casts the logits to fp32, because
+# the [CPU's list](https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/autocast_mode.cpp) contains
+# `cross_entropy_loss`.
 #
 # ## Will it fit?
 #
-# Fake tensors also show how much memory a training step takes. We add up the weights, gradients, optimizer state,
-# activations saved for the backward pass, and autocast's copies of the weights. Each tensor counts from its
-# allocation until it is freed. <!-- tests/tracing/test_memory.py -->
+# Fake tensors also show how much memory a training step takes. The main parts are the weights, the gradients, the
+# optimizer state, the activations saved for the backward pass, and autocast's copies of the weights.
+# <!-- tests/tracing/test_memory.py -->
 #
-# We forecast the memory for a ResNet-50 with a batch of 32 on a GPU with 24 GiB. Before you run this:
-# which of these parts does AMP make smaller?
+# We forecast the memory for a ResNet-50 with a batch of 32 on a GPU with 24 GiB. Which of these parts does AMP
+# make smaller?
 
 # %%
 resnet50 = zoo["ResNet-50"][0]
@@ -340,12 +336,11 @@ memory = compare_memory(resnet50, (32, 3, 224, 224), memory_bytes="24GiB", optim
 memory
 
 # %% [markdown]
-# Here, AMP makes the activations and the *temporaries* (tensors that are soon freed) smaller. Weights,
-# gradients and optimizer state have the same size in every column. AMP adds copies of the weights. The
-# table shows all of them (*weights cast by autocast*), and those that exist at the peak (*weight casts alive at the
-# peak*). The activations take most of the memory, so almost twice the batch fits.
+# Here, AMP makes the activations about half as large. Weights, gradients and optimizer state keep their size, and
+# AMP adds copies of the weights (*weights cast by autocast*). The activations take most of the memory, so almost
+# twice the batch fits.
 #
-# Leave some room, because `compare_memory` counts only tensors, and not the memory of the driver.
+# Leave some room, because `compare_memory` does not count the memory of the driver.
 
 # %%
 fp32, fp16 = memory["fp32"], memory["fp16"]
@@ -372,73 +367,25 @@ assert mine.raised is None  # autocast made no op fail
 
 # %% [markdown]
 # In a terminal, run `pdm run amp-lab xray PACKAGE.MODULE:CALLABLE --input 8,3,224,224 --device cuda`. `amp-lab
-# memory` makes the forecast. We call it from Python: <!-- tests/cli/test_tracing_commands.py -->
+# memory` forecasts the memory. Here we call `amp-lab memory` from Python: <!-- tests/cli/test_tracing_commands.py -->
 
 # %%
 command = "memory torchvision.models:mobilenet_v3_small --input 1,3,224,224 --memory 8GiB"
 assert amp_lab_command(command.split()) == 0
 
 # %% [markdown]
-# With AMP, the peak of this small model is in the optimizer step, so the row of the temporaries shows those of the
-# optimizer. <!-- tests/tracing/test_memory.py -->
-#
-# ## Where do two runs diverge? (optional)
-#
-# Two runs of one model give different numbers. Is this rounding, or a mistake? The outputs alone do not
-# show this, because the error of an output includes the errors of all ops before it.
-#
-# Here, `first_difference` looks at one op at a time. It returns the first op for which one of these is true:
-#
-# - The op adds more error than rounding explains. To measure this error, `first_difference` repeats the op in fp64,
-#   on the inputs that the op has in this run, and compares the two results.
-# - The two runs differ in this op even in fp64. To check this, `first_difference` also computes both runs in fp64,
-#   each from its beginning.
-#   <!-- tests/difference/test_first_difference.py -->
-#
-# We compare a small GPT in fp32 with itself under autocast, and then with a copy that has a mistake:
-# another epsilon in one norm.
-
-# %% tags=["nbval-ignore-output"]
-small_gpt = Gpt(Size(width=128, heads=4, depth=4), vocabulary=1000)
-small_gpt.blocks[2].norm1.eps = 1e-6
-wrong = copy.deepcopy(small_gpt)
-wrong.blocks[2].norm1.eps = 3e-6
-tokens = torch.randint(1000, (4, 64))
-
-
-def in_bf16(tokens):
-    """The GPT under autocast."""
-    with torch.autocast("cpu", torch.bfloat16):
-        return small_gpt(tokens)
-
-
-apart = {}
-for name, other in {"autocast": in_bf16, "wrong": wrong}.items():
-    with torch.no_grad():
-        apart[name] = (other(tokens) - small_gpt(tokens)).abs().max().item()
-    print(f"{name}: logits differ by up to {apart[name]:.2g}")
-assert apart["wrong"] < apart["autocast"]
-assert first_difference(small_gpt, in_bf16, tokens) is None
-planted = first_difference(small_gpt, wrong, tokens)
-assert planted.module == "blocks.2.norm1"
-planted
-
-# %% [markdown]
-# Autocast changes the logits more than the mistake does. Yet `first_difference` finds nothing in the autocast
-# run, because no op adds more error than bf16 rounding explains. In the copy with the mistake, it names the
-# module and the op that adds the epsilon. The kind is *function*, because the results of the two ops
-# differ even in fp64, by more than rounding explains there (*predicted*).
-#
 # ## Summary
 #
 # - Autocast decides by the op, the dtypes and the type of the device. So fake tensors show its decisions
 #   for a device that you do not have.
 # - Under autocast on MPS, `batch_norm` runs in fp32, and so does an LSTM layer with an fp32 input.
-# - In eager mode under autocast on CUDA, XPU and MPS, `F.cross_entropy` of class indices on fp16 logits
-#   rounds its `log_softmax` to fp16 and still returns fp32. Give it `logits.float()`.
+# - In eager mode under autocast on CUDA, XPU and MPS, `F.cross_entropy` of class indices rounds the `log_softmax`
+#   of fp16 logits to fp16. Pass `logits.float()`.
 # - In our forecast, AMP makes the activations smaller, but not weights, gradients and optimizer state.
 #
-# Next, [notebook 10](10_speed_ladder.ipynb) makes a step faster, one change at a time.
+# To compare two runs of a model op by op, see [Where do two runs
+# diverge?](../docs/your_model.md#where-do-two-runs-diverge) Next, [notebook 10](10_speed_ladder.ipynb) makes a step
+# faster.
 #
 # ## Exercises
 #
@@ -454,8 +401,7 @@ exercises = checks_of("09_xray_your_model")
 # ### 1. Count the casts
 #
 # An fp32 input passes through `nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4),
-# nn.LayerNorm(4))`. How many casts does autocast insert on CUDA in this forward pass? Work it out on
-# paper.
+# nn.LayerNorm(4))`. How many casts does autocast insert on CUDA in this forward pass?
 
 # %%
 number_of_casts = ...
@@ -475,15 +421,15 @@ exercises.check_number_of_casts(number_of_casts)
 # number_of_casts = 6
 # ```
 #
-# There are 3 + 2 + 1 casts: input, weight and bias of the first linear layer, weight and bias of the
-# second (its input is fp16 already), and the input of the norm, which is cast up to fp32.
+# There are 3 + 2 + 1 casts: input, weight and bias of the first linear layer, weight and bias of the second, and
+# the input of the norm.
 #
 # </details>
 #
 # ### 2. Find the casts that go up
 #
-# Complete `casts_up`. It gets the rows of a `Tracer`, and should return how many of them are casts from
-# fp16 or bf16 to fp32. A row is `(name, dtypes of the inputs, dtype of the result)`.
+# Complete `casts_up`, which gets the rows of a `Tracer`. Return how many rows are casts from fp16 or bf16 to fp32.
+# A row is `(name, dtypes of the inputs, dtype of the result)`.
 
 
 # %%
@@ -511,15 +457,12 @@ exercises.check_casts_up(casts_up)
 #     )
 # ```
 #
-# Compare the name too, because an op such as a sum may also take fp16 and return fp32.
-# <!-- tests/notebooks/test_09_xray_your_model.py -->
-#
 # </details>
 #
 # ### 3. Repair a loss
 #
-# Somebody noticed that the loss is imprecise and wrote `F.cross_entropy(logits, target).float()`, which
-# did not help. Write the loss so that its `log_softmax` runs in fp32 under CUDA's autocast.
+# The loss `F.cross_entropy(logits, target).float()` is imprecise. Write it so that its `log_softmax` runs in
+# fp32 under CUDA's autocast.
 
 
 # %%
@@ -542,9 +485,6 @@ exercises.check_precise_loss(precise_loss)
 # def precise_loss(logits, target):
 #     return F.cross_entropy(logits.float(), target)
 # ```
-#
-# `F.nll_loss(F.log_softmax(logits, -1), target)` is right on CUDA as well: without `dtype=`, `log_softmax`
-# follows autocast's list. <!-- tests/notebooks/test_09_xray_your_model.py -->
 #
 # </details>
 #
@@ -578,11 +518,6 @@ exercises.check_gigabytes(gigabytes)
 #
 # ## Further reading
 #
-# - PyTorch, [Automatic Mixed Precision package](https://docs.pytorch.org/docs/stable/amp.html): the
-#   op reference for CUDA, XPU and CPU.
-# - PyTorch, [Fake
-#   tensors](https://docs.pytorch.org/docs/stable/user_guide/torch_compiler/torch.compiler_fake_tensor.html):
-#   how they work and what they are for.
+# - PyTorch, [Automatic Mixed Precision package](https://docs.pytorch.org/docs/stable/amp.html).
 # - Rajbhandari et al., [ZeRO: Memory Optimizations Toward Training Trillion Parameter
-#   Models](https://arxiv.org/abs/1910.02054), 2019: the bytes per parameter of mixed-precision
-#   training with Adam, and how to spread them.
+#   Models](https://arxiv.org/abs/1910.02054): the bytes for each parameter with Adam.
