@@ -9,16 +9,14 @@
 # %% [markdown]
 # # Read number formats as range and spacing
 #
-# **What you'll do.** Take six number formats apart, from fp32 down to fp8, and draw them in one figure.
-# Make 16-bit formats fail on purpose, and try the three techniques that make training in 16 bits work. Then
-# watch the gradients of a real network vanish in fp16, and rescue them.
+# **What you'll do.** Compare six number formats, from fp32 to fp8. Make fp16 and bf16 fail on purpose, and
+# try three techniques that make training in 16 bits work.
 #
 # **What you'll learn.**
-# - to describe a format by two properties: how far it reaches (*range*) and how close together its numbers
-#   lie (*spacing*);
-# - to recognise overflow, underflow and *swamping* (adding a small number to a large one changes nothing),
-#   and to predict in which formats they occur;
-# - why mixed precision keeps fp32 *master weights*, scales the loss, and adds up in fp32.
+# - to describe a format by its *range* (how small and how large its numbers can be) and its *spacing* (how
+#   close together they lie);
+# - to recognise overflow, underflow and *swamping*;
+# - why mixed precision keeps the weights in fp32, scales the loss, and adds up in fp32.
 #
 # **What you need.** PyTorch, and some experience with training a network. You need no GPU.
 
@@ -30,7 +28,7 @@ from torch import nn
 
 from course import figures, start
 from course.digits import activation_gradients, load_images, new_network, train
-from course.number_formats import FORMATS, LIMITS, fields, spacing_by_magnitude, to_tf32
+from course.number_formats import FORMATS, LIMITS, fields, spacing_by_magnitude
 
 device, scale = start()  # AMP_LAB_DEVICE and AMP_LAB_SCALE override the choice
 figures.use_style()
@@ -38,8 +36,8 @@ figures.use_style()
 # %% [markdown]
 # ## The idea in five lines
 #
-# We store two numbers in fp16, which has half the bits of fp32, and do one addition in fp16. Before you
-# run this: which of the three results will be right?
+# We store 1e-8 and 70000 in fp16, which has half the bits of fp32. In fp16, we also add 1 to 2048. Before
+# you run this: which of the three results will be right?
 
 # %%
 small = torch.tensor(1e-8).half()
@@ -52,10 +50,10 @@ assert 2048 * torch.finfo(torch.float16).eps == 2  # the spacing at 2048
 # %% [markdown]
 # None of the three results is right:
 #
-# - The first number is too small for the range of fp16. It *underflows* to zero.
-# - The second number is too large. It *overflows* to infinity.
-# - There is no fp16 number between 2048 and 2050. The sum is rounded to 2048, so adding 1 changes nothing.
-#   This is called *swamping*.
+# - **Underflow:** 1e-8 is too small for fp16 and becomes zero.
+# - **Overflow:** 70000 is too large for fp16 and becomes infinity.
+# - **Swamping:** there is no fp16 number between 2048 and 2050. The sum is rounded to 2048, so adding 1
+#   changes nothing.
 #
 # ## What the bits mean
 #
@@ -64,9 +62,8 @@ assert 2048 * torch.finfo(torch.float16).eps == 2  # the spacing at 2048
 # constant of the format. The exponent says between which two powers of two the number lies, and the
 # mantissa says where between them.
 #
-# We write 0.1 in five formats. `fields` reads the bits of a number
-# ([`course/number_formats.py`](course/number_formats.py)). Each line shows the name of the format, the sign,
-# the exponent, the mantissa, and the value that the formula gives.
+# We write 0.1 in five formats. Each line shows the sign, the exponent, the mantissa, and the value that the
+# formula gives.
 
 # %%
 for name, dtype in FORMATS.items():
@@ -80,26 +77,13 @@ for name, dtype in FORMATS.items():
 # %% [markdown]
 # Compare the columns:
 #
-# - **fp32 and bf16** both have 8 exponent bits. bf16 is fp32 with 16 bits of the mantissa rounded
-#   away.
+# - **fp32 and bf16** both have 8 exponent bits. bf16 has 16 mantissa bits fewer than fp32.
 # - **fp16** has as many bits as bf16, but three more for the mantissa and three fewer for the exponent.
 # - **The names of the fp8 formats** count the bits: E5M2 has 5 for the exponent and 2 for the mantissa.
 #
-# ### TF32 has no dtype
-#
-# TF32 is not a storage format but a faster way to multiply fp32 matrices. [NVIDIA's GPUs since
+# The sixth format, **TF32**, has no dtype: it is a faster way to multiply fp32 matrices. [NVIDIA's GPUs since
 # Ampere](https://docs.pytorch.org/docs/stable/notes/cuda.html#tensorfloat-32-tf32-on-ampere-and-later-devices)
-# may read each fp32 input as if its mantissa had only 10 bits. `to_tf32` imitates this by rounding.
-
-# %%
-tenth, huge = to_tf32(torch.tensor(0.1)), to_tf32(torch.tensor(1e30))
-print(f"0.1 in TF32: {tenth:.8f};  1e30 in TF32: {huge:.4g}")
-assert tenth == torch.tensor(0.1).half()
-assert torch.tensor(1e30).half() == math.inf
-
-# %% [markdown]
-# 0.1 comes out the same in TF32 and fp16, because both have 10 mantissa bits. 1e30 is finite in TF32,
-# because TF32 has as many exponent bits as fp32. In fp16, 1e30 overflows.
+# can read each fp32 input as if its mantissa had only 10 bits.
 #
 # ## Range
 #
@@ -113,8 +97,7 @@ assert torch.tensor(1e30).half() == math.inf
 # Positive numbers below the smallest normal number are called *subnormal*. They have a 0 before the
 # mantissa, so they have fewer significant bits.
 #
-# In the table, the normal range goes from the smallest normal number to the largest number. The last
-# column gives the precision in decimal digits.
+# The last column of the table gives the precision in decimal digits.
 
 # %%
 print(f"{'format':<10}{'smallest':<10}{'normal range':<24}{'eps':<7}digits")
@@ -127,14 +110,14 @@ assert (fp16.subnormal, fp16.normal, fp16.eps, bf16.eps) == (2**-24, 2**-14, 2**
 assert bf16.normal == fp32.normal
 
 # %% [markdown]
-# bf16 reaches about as far as fp32, up to 3.4e+38, but its numbers just above 1 lie 2^-7 apart. fp16 has
-# an eps of 2^-10, which is eight times as fine, but ends at 65504.
+# bf16 has about the range of fp32, but its eps is 2^-7. fp16 ends at 65504, but its eps of 2^-10 is eight
+# times as fine.
 #
 # ## Spacing
 #
-# `spacing_by_magnitude` measures the *relative spacing*: the distance from a number to the next one,
-# divided by the number. We draw range and relative spacing over the same axis of magnitudes. Before you
-# look: can a 16-bit format be both as wide as bf16 and as fine as fp16?
+# The *relative spacing* is the distance from a number to the next one, divided by the number. We draw the
+# range and the relative spacing of each format. Before you look: can a 16-bit format be both as wide as
+# bf16 and as fine as fp16?
 
 # %%
 pictured = {name: spacing_by_magnitude(name) for name in LIMITS}
@@ -143,20 +126,19 @@ _ = figures.range_and_spacing(pictured)
 # %% [markdown]
 # In the upper half, each bar shows the range of a format. Its subnormal part is hatched.
 #
-# The lower half shows the relative spacing at each power of two. Where the numbers are normal, each line is
-# flat at eps, because **the spacing doubles with each power of two**. For subnormal numbers, the relative
-# spacing grows as the numbers become smaller. <!-- tests/notebooks/test_01_number_formats.py -->
+# The lower half shows the relative spacing at each power of two. For normal numbers, each line is flat at
+# eps, because **the spacing doubles with each power of two**. For subnormal numbers, the relative spacing
+# grows as the numbers become smaller. <!-- tests/notebooks/test_01_number_formats.py -->
 #
-# With 16 bits you have to choose: fp16 is finer, and bf16 is wider. A format as wide as bf16 and as fine as
-# fp16 needs 8 bits for the exponent, 10 for the mantissa and 1 for the sign, 19 bits together.
+# With 16 bits you have to choose: fp16 is finer, and bf16 is wider. A format with both properties needs 8
+# bits for the exponent, 10 for the mantissa and 1 for the sign, 19 bits together.
 #
 # ## Rounding
 #
-# The exact result of a cast from fp32, an addition or a multiplication often lies between two numbers of the
-# format.
-# The result is then rounded to the nearer number. In a *tie*, exactly in the middle, the result is rounded
-# to the number whose last bit is 0 (*round to nearest, ties to even*). From 2048 to 4096 fp16 has only the
-# even numbers, so every odd number is a tie. We round the integers from 2048 to 2056 to fp16.
+# The exact result of a cast or an addition often lies between two numbers of the format. The result is then
+# rounded to the nearer number. A *tie* lies exactly in the middle, and is rounded to the number whose last
+# bit is 0 (*ties to even*). From 2048 to 4096, fp16 has only the even numbers, so every odd number is a tie.
+# We round the integers from 2048 to 2056 to fp16.
 
 # %%
 numbers = torch.arange(2048.0, 2057)
@@ -165,9 +147,9 @@ print("fp16:", *(f"{n:.0f}" for n in numbers.half()))
 assert numbers.half().tolist() == [2048, 2048, 2050, 2052, 2052, 2052, 2054, 2056, 2056]
 
 # %% [markdown]
-# 2049 was rounded down to 2048 and 2051 up to 2052. Within the range of a format, the error of one
-# rounding is at most half the spacing. For a normal number, the error is at most eps/2 times the number:
-# about 0.4 % in bf16 and 0.05 % in fp16. <!-- tests/notebooks/test_01_number_formats.py -->
+# Within the range of a format, one rounding errs by at most half the spacing. For normal numbers, this is at
+# most eps/2 times the number: 0.4 % in bf16 and 0.05 % in fp16.
+# <!-- tests/notebooks/test_01_number_formats.py -->
 #
 # ## Overflow
 #
@@ -187,15 +169,13 @@ assert (inf - inf).isnan()
 assert ((inf * 0) + 1).isnan()
 
 # %% [markdown]
-# fp16 returns infinity from 65520 on. This is the middle between 65504 and 65536, which would be the next
-# number. bf16 does not overflow here, but it rounds the first three numbers to 65536.
+# fp16 returns infinity from 65520 on. Smaller numbers are rounded down to 65504. bf16 does not overflow
+# here, but it rounds the first three numbers to 65536.
 #
-# Infinity minus infinity and infinity times zero are NaN (*not a number*), but 1 divided by infinity is 0.
+# Infinity often becomes NaN (*not a number*) in later ops, such as infinity minus infinity.
 #
-# Of the two fp8 formats, E5M2 has infinities and E4M3 [has none](https://arxiv.org/abs/2209.05433). In
-# E4M3, a number that is too large becomes 448 or, [in older versions of
-# PyTorch](https://github.com/pytorch/pytorch/pull/178817), NaN.
-# <!-- tests/notebooks/test_01_number_formats.py -->
+# The fp8 format E4M3 [has no infinity](https://arxiv.org/abs/2209.05433). There, a number that is too large
+# becomes 448 or NaN. <!-- tests/notebooks/test_01_number_formats.py -->
 #
 # ## Underflow
 #
@@ -212,14 +192,13 @@ assert torch.tensor(2.0**-24).half() > 0
 assert torch.tensor(2.0**-25).half() == 0  # a tie between 0 and 2^-24, and zero is the even side
 
 # %% [markdown]
-# Down to 2^-14 the error is about 0.01 %. Below 2^-14 the number is subnormal and loses a bit with each
-# power of two. From 2^-25 down, a number becomes zero.
+# Below 2^-14 the number is subnormal and loses a bit with each power of two. From 2^-25 down, a number
+# becomes zero.
 #
 # ## Swamping
 #
-# Training adds many small updates to weights that are much larger. Suppose we add an update of 0.0001 to a
-# weight of 1 a thousand times. The exact result is 1.1. Before you run this: where does the weight end in
-# bf16, and where in fp16?
+# Training adds many small updates to much larger weights. We add 0.0001 to a weight of 1 a thousand times.
+# The exact result is 1.1. Before you run this: where does the weight end in bf16, and where in fp16?
 
 
 # %%
@@ -242,18 +221,17 @@ for name, expected in ends_at.items():
 
 # %% [markdown]
 # In bf16 and in fp16 the weight ends at 1, where it began. Each update was less than half the spacing at
-# 1, so every sum was rounded back to 1. **bf16 has about the range of fp32, but not its precision.** It
-# also loses larger updates that fp16 keeps, such as 0.003.
+# 1, so every sum was rounded back to 1.
 #
 # ## Three techniques that make 16 bits work
 #
-# Micikevicius and others showed in [*Mixed Precision Training*](https://arxiv.org/abs/1710.03740) how to
-# train networks in fp16 to the accuracy of fp32. They use three techniques. We try each on a tiny example.
+# The paper [*Mixed Precision Training*](https://arxiv.org/abs/1710.03740) showed how to train networks in
+# fp16 to the accuracy of fp32. It uses three techniques. We try each on a tiny example.
 #
 # ### 1. Master weights in fp32, against swamping
 #
-# The weights stay in fp32. In each step, the forward and the backward pass use a new 16-bit copy. The
-# optimizer updates the fp32 weights, where small updates add up until the copy changes.
+# The weights stay in fp32 and are called *master weights*. In each step, the forward and the backward pass
+# use a new 16-bit copy. The optimizer updates the fp32 weights, where small updates add up.
 
 # %%
 master = torch.ones(())  # fp32
@@ -267,15 +245,14 @@ assert abs(master.item() - 1.1) < 1e-4
 assert 100 <= len(set(copies)) <= 104  # from 1 to 1.1 in steps of 2^-10 there are 103 numbers
 
 # %% [markdown]
-# Now the weight keeps all thousand updates. Autocast [works in this
-# way](02_autocast_dtypes.ipynb#The-idea-in-five-lines): it casts the fp32 parameters for the ops that run
-# in 16 bits.
+# Now the weight keeps all thousand updates. [Autocast](02_autocast_dtypes.ipynb#The-idea-in-five-lines)
+# works in this way: it casts the fp32 parameters for the ops that run in 16 bits.
 #
 # ### 2. Loss scaling, against underflow
 #
-# We take 1024 examples with two classes. The model is right about each: its logits are 12 and 0. The
-# model gives the wrong class a probability of about e^-12. The gradient of the mean loss with respect to the
-# second logit is this probability, divided by 1024. It is too small for fp16, so we scale the loss.
+# For each of 1024 examples, a model gives the wrong class a logit of 0 and a probability of about e^-12. The
+# gradient of the mean loss with respect to this logit is the probability, divided by 1024. The gradient is
+# too small for fp16, so we scale the loss.
 
 
 # %%
@@ -298,8 +275,7 @@ assert abs(scaled / expected - 1) < fp16.eps  # fp16 rounds once, by eps/2 at mo
 # Without a scale the gradient becomes zero. With a scale of 2^16 it arrives with the precision of fp16.
 #
 # Loss scaling works because backpropagation is linear. If we multiply the loss by 2^16, every gradient is
-# 2^16 times as large on its way through fp16. Afterwards we divide by 2^16 in fp32. Multiplying a number by
-# a power of two changes only its exponent and rounds nothing, as long as it stays in the normal range.
+# 2^16 times as large on its way through fp16. Afterwards we divide by 2^16 in fp32.
 #
 # ### 3. Sums in fp32, against swamping in matmuls
 #
@@ -322,16 +298,14 @@ assert not torch.backends.cuda.matmul.allow_fp16_accumulation
 
 # %% [markdown]
 # The sum in fp16 ends much too low. As the sum grows, its spacing grows too, so more and more products are
-# swamped. Here `a @ b` avoids this: it reads 16-bit inputs, adds up in fp32, and rounds once at the end.
-# [On GPUs too, matmuls typically add up in
-# fp32](https://docs.pytorch.org/docs/stable/notes/numerical_accuracy.html), but
-# [settings](https://docs.pytorch.org/docs/stable/notes/cuda.html) can allow partial sums in 16 bits.
+# lost. Here `a @ b` is as accurate as an fp32 sum that is rounded once at the end. On GPUs too, matmuls in 16
+# bits [typically add up in fp32](https://docs.pytorch.org/docs/stable/notes/numerical_accuracy.html).
 #
 # ## The gradients of a real network
 #
-# Are gradients really that small? We train a small network on scikit-learn's handwritten digits in fp32
-# ([`course/digits.py`](course/digits.py)), and look at the gradients with respect to the *activations*
-# after training. Under autocast in fp16, linear layers [compute such gradients in
+# Are gradients really that small? We train a small network on handwritten digits in fp32
+# ([`course/digits.py`](course/digits.py)). After training, we look at the gradients with respect to the
+# *activations*. Under autocast in fp16, linear layers [compute such gradients in
 # fp16](02_autocast_dtypes.ipynb#Backward:-no-autocast-there).
 
 # %% tags=["nbval-ignore-output"]
@@ -342,8 +316,9 @@ trained = activation_gradients(model, images[:1024], labels[:1024])
 assert (model(images[:1024]).argmax(dim=1) == labels[:1024]).float().mean() > 0.95
 
 # %% [markdown]
-# We leave out the gradients that are exactly zero, multiply the others by a loss scale, round them to fp16,
-# and count how many become zero or subnormal. Before you run this: which share will be lost without a scale?
+# We leave out the gradients that are exactly zero. We multiply the others by a loss scale, round them to
+# fp16, and count how many become zero or subnormal. Before you run this: which share becomes zero without a
+# scale?
 
 # %% tags=["nbval-ignore-output"]
 gradients = torch.cat([grad.flatten() for grad in trained]).cpu()
@@ -363,34 +338,34 @@ assert torch.amp.GradScaler("cpu").get_scale() == 2**16
 _ = figures.gradients_against_fp16(gradients.abs().log2(), scales=(1, 2**16))
 
 # %% [markdown]
-# Each histogram shows log2 of |gradient x scale|. The background shows what a value becomes in fp16, from
-# left to right: zero (grey), subnormal (light grey), normal (white) and infinite (grey).
+# The background shows what a value becomes in fp16, from left to right: zero (grey), subnormal (light grey),
+# normal (white) and infinite (grey).
 #
 # - **Scale 1, or 2^0 (above):** nearly all gradients lie in the two grey areas on the left, and more than
 #   a fifth become zero.
-# - **Scale 2^16 (below):** all gradients move 16 units to the right, and nothing else changes. Fewer than
-#   2 % become zero. By default, `torch.amp.GradScaler` starts with this scale.
+# - **Scale 2^16 (below):** all gradients move 16 units to the right. Fewer than 2 % become zero. By default,
+#   `torch.amp.GradScaler` starts with this scale.
 #
-# In bf16 none of these gradients becomes zero, so bf16 needs no scaler here.
+# In bf16, none of these gradients becomes zero, even without a scale.
 #
 # ## Summary
 #
 # | format | largest | digits | used for |
 # |---|---|---|---|
-# | fp32 | 3.4e38 | 7 | master weights, losses, long sums |
-# | tf32 | 3.4e38 | 3 | inputs of fp32 matmuls, on GPUs that have it |
-# | bf16 | 3.4e38 | 2 to 3 | activations and matmuls, without loss scaling |
+# | fp32 | 3.4e38 | 7 | master weights, losses, sums |
+# | tf32 | 3.4e38 | 3 | inputs of fp32 matmuls |
+# | bf16 | 3.4e38 | 2 to 3 | activations and matmuls |
 # | fp16 | 65504 | 3 | activations and matmuls, with loss scaling |
 # | fp8 E5M2 | 57344 | 1 | [gradients](https://arxiv.org/abs/2209.05433), scaled |
 # | fp8 E4M3 | 448 | 1 | weights and activations, scaled |
 #
 # Formats fail in three ways:
 #
-# | failure | what happens | formats most affected | what helps |
+# | failure | what happens | which 16-bit format | what helps |
 # |---|---|---|---|
-# | overflow | a number is too large and becomes infinite, and often NaN later (in E4M3: 448 or NaN) | fp16, fp8 | bf16, or fp32 for that op |
-# | underflow | a number is too small, loses bits and then becomes zero | fp16, fp8 | loss scaling, or bf16 |
-# | swamping | a small number is lost when it is added to a large one | bf16 more than fp16, and fp8 most of all | fp32 master weights and fp32 sums |
+# | overflow | a number is too large and becomes infinity, then often NaN | mostly fp16 | bf16, or fp32 for that op |
+# | underflow | a number is too small, loses bits or becomes zero | mostly fp16 | loss scaling, or bf16 |
+# | swamping | a small number is lost when it is added to a large one | both, bf16 more | fp32 master weights and fp32 sums |
 #
 # Next: [notebook 02](02_autocast_dtypes.ipynb) shows how autocast decides which op runs in which format.
 #
@@ -428,15 +403,13 @@ exercises.check_first_missing(first_missing_in_bf16)
 # first_missing_in_bf16 = 257
 # ```
 #
-# From 128 to 256 the spacing is 128 times 2^-7, which is 1. From 256 on the spacing is 2, so 257 is
-# missing.
+# From 256 to 512 the spacing is 256 times 2^-7, which is 2. So 257 is missing.
 #
 # </details>
 #
 # ### 2. Where does the sum stop?
 #
-# We start from 0 in fp16 and add 0.1 ten thousand times. Each sum is rounded to fp16. The sum stops
-# growing long before it reaches 1000. At which number does it stop?
+# We start from 0 in fp16 and add 0.1 ten thousand times. At which number does the sum stop growing?
 
 # %%
 sum_stops_at = ...
@@ -455,8 +428,8 @@ exercises.check_sum_stops(sum_stops_at)
 # sum_stops_at = 256
 # ```
 #
-# Between 128 and 256 the spacing is 0.125. Half of that is less than 0.1, so the sum still grows. From 256
-# on the spacing is 0.25. Half of that is 0.125, so 0.1 is rounded away.
+# Between 128 and 256 the spacing is 0.125, and half of that is less than 0.1. From 256 on the spacing is
+# 0.25. Half of that is 0.125, so 0.1 is rounded away.
 #
 # </details>
 #
@@ -483,8 +456,7 @@ exercises.check_length(length)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# 300 times 300 is 90000, which is more than 65504. In which op does the first infinity appear, and which
-# dtype does that op compute in?
+# In which op does the first infinity appear?
 #
 # </details>
 #
@@ -496,15 +468,14 @@ exercises.check_length(length)
 #     return (wide * wide).sum().sqrt()
 # ```
 #
-# Squaring doubles the exponent, so in fp16 the squares overflow from 256 on and become zero below about
-# 2^-12.5. In fp32 the square of every fp16 number fits.
+# In fp16, the square of a number from 256 on overflows. In fp32, the square of every fp16 number fits.
 #
 # </details>
 #
 # ### 4. Find the largest scale
 #
-# Complete `largest_scale`. It returns the largest power of two by which you can multiply these fp32
-# gradients so that none of them overflows when they are rounded to fp16. The scale may be smaller than 1.
+# Complete `largest_scale`. It returns the largest power of two by which you can multiply fp32 gradients
+# without an overflow when they are rounded to fp16. The scale may be smaller than 1.
 
 
 # %%
@@ -517,8 +488,7 @@ exercises.check_largest_scale(largest_scale)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# Only the largest magnitude matters, and negative gradients overflow as well. Double or halve the scale, or
-# take a logarithm and round it down.
+# Only the largest magnitude matters, and negative gradients overflow as well.
 #
 # </details>
 #
@@ -538,16 +508,9 @@ exercises.check_largest_scale(largest_scale)
 #
 # ## Further reading
 #
-# - P. Micikevicius et al., [Mixed Precision Training](https://arxiv.org/abs/1710.03740), ICLR 2018: the
-#   three techniques, with histograms like those above.
-# - P. Micikevicius et al., [FP8 Formats for Deep Learning](https://arxiv.org/abs/2209.05433), 2022: E4M3
-#   and E5M2.
-# - D. Kalamkar et al., [A Study of BFLOAT16 for Deep Learning Training](https://arxiv.org/abs/1905.12322),
-#   2019.
+# - P. Micikevicius et al., [Mixed Precision Training](https://arxiv.org/abs/1710.03740), ICLR 2018.
 # - D. Goldberg, [What every computer scientist should know about floating-point
 #   arithmetic](https://doi.org/10.1145/103162.103163), ACM Computing Surveys, 1991.
-# - [`torch.finfo`](https://docs.pytorch.org/docs/stable/type_info.html): the limits of a dtype.
-# - [Numerical accuracy](https://docs.pytorch.org/docs/stable/notes/numerical_accuracy.html) in PyTorch:
-#   TF32 and reduced precision in sums.
-# - [CUDA semantics](https://docs.pytorch.org/docs/stable/notes/cuda.html) in PyTorch: the switches for
-#   sums in fp16 and bf16, and for TF32.
+# - [Numerical accuracy](https://docs.pytorch.org/docs/stable/notes/numerical_accuracy.html) and [CUDA
+#   semantics](https://docs.pytorch.org/docs/stable/notes/cuda.html) in PyTorch: TF32, and the settings for
+#   sums in 16 bits.
