@@ -9,8 +9,8 @@
 # %% [markdown]
 # # Train with dtype policies in Keras, on PyTorch and on TensorFlow
 #
-# **What you'll do.** Set the policies `float32`, `mixed_bfloat16` and `mixed_float16` in Keras 3. Write a
-# training step with a loss scale for the torch and TensorFlow backends.
+# **What you'll do.** Set mixed precision in Keras 3 with a *dtype policy*. Write a training step with a loss scale
+# for the torch and TensorFlow backends.
 #
 # **What you'll learn.**
 # - which two dtypes a policy names, and how to set a policy globally or for one layer;
@@ -20,13 +20,12 @@
 # - what replaces the names of TensorFlow 2.x.
 #
 # **What you need.** [Notebook 02](02_autocast_dtypes.ipynb) for autocast, and [notebook
-# 03](03_grad_scaler_step_by_step.ipynb) for the scaler. To install TensorFlow for the CPU, run `pdm run sync
-# --with tensorflow` (Python 3.13 or earlier). Without TensorFlow, this notebook runs only on torch.
-# <!-- tests/course/test_processes.py, tests/tools/test_sync.py -->
+# 03](03_grad_scaler_step_by_step.ipynb) for the scaler. TensorFlow is optional: `pdm run sync --with tensorflow`
+# installs it (for Python 3.13 or earlier). <!-- tests/course/test_processes.py, tests/tools/test_sync.py -->
 
 # %% [markdown]
-# You can select the Keras backend with an environment variable [before you import
-# Keras](https://keras.io/getting_started/#configuring-your-backend). Here the default is torch.
+# Select the Keras backend [before you import
+# Keras](https://keras.io/getting_started/#configuring-your-backend). We take torch:
 
 # %% tags=["nbval-ignore-output"]
 import os
@@ -77,8 +76,7 @@ assert (dense.kernel.dtype, dtype_of(result)) == ("float32", "float16")
 #
 # ## A policy names two dtypes
 #
-# A `DTypePolicy` names the dtype in which a layer computes and the dtype of its variables, such as the weights.
-# Of the five policies below, only the mixed ones name two different dtypes:
+# A `DTypePolicy` names the dtype in which a layer computes and the dtype of its variables, such as the weights:
 
 # %%
 POLICIES = ("float32", "mixed_bfloat16", "mixed_float16", "bfloat16", "float16")
@@ -91,8 +89,8 @@ for name in POLICIES:
 # The last two policies keep the weights in 16 bits, so small updates can be lost ([notebook
 # 01](01_number_formats.ipynb)).
 #
-# `set_dtype_policy` sets the default policy of the layers that you create afterwards. `dtype=` sets the policy of
-# one layer:
+# `set_dtype_policy` sets the global policy: the default for layers that you create afterwards. `dtype=` sets the
+# policy of one layer:
 
 # %%
 x = torch.rand(4, 8, generator=torch.Generator().manual_seed(0)).numpy()
@@ -108,8 +106,7 @@ assert layer.dtype_policy.name == "mixed_bfloat16"
 assert layers.Dense(3).compute_dtype == "float16"
 
 # %% [markdown]
-# `layer.dtype` is the dtype of the variables, not of the output. A later call of `set_dtype_policy`
-# does not change an existing layer.
+# `layer.dtype` is the dtype of the variables, not of the output.
 #
 # ## Layers, not ops
 #
@@ -118,9 +115,9 @@ assert layers.Dense(3).compute_dtype == "float16"
 # multiplication in float16 and a sum in float32. A policy has one compute dtype for a layer.
 #
 # So under `mixed_float16`, a layer that you write computes in float16 by default. Squares of large inputs then
-# overflow. Keras's batch normalization squares its input too, but [casts it to
-# float32](https://github.com/keras-team/keras/blob/master/keras/src/layers/normalization/batch_normalization.py)
-# first. We compare both:
+# overflow. Keras's batch normalization first [casts its input to
+# float32](https://github.com/keras-team/keras/blob/master/keras/src/layers/normalization/batch_normalization.py).
+# We compare both:
 
 
 # %%
@@ -142,8 +139,7 @@ assert ops.all(ops.isinf(Energy()(far)))
 assert ops.all(ops.isfinite(Energy(dtype="float32")(far)))
 
 # %% [markdown]
-# Batch normalization gives finite values. The sums of our layer are infinite in float16. With
-# `dtype="float32"` they are in the millions.
+# Our layer needs `dtype="float32"`: in float16, its sums are infinite.
 #
 # ## Keep the last layer in float32
 #
@@ -170,9 +166,8 @@ assert off["right"] < 1 / 1000
 assert off["wrong"] > 1.8
 
 # %% [markdown]
-# With the float16 sigmoid, the loss of the right prediction is over a thousand times too small. The loss of the
-# wrong prediction is nearly twice as large as the exact loss. To avoid such losses, create the last layer in
-# float32 without an activation, and use a loss with `from_logits=True`.
+# With the float16 sigmoid, both losses are wrong. So create the last layer in float32 without an activation, and
+# use a loss with `from_logits=True`.
 #
 # ## When compile adds a loss scale
 #
@@ -200,8 +195,8 @@ for name in POLICIES[:3]:
     assert (kind == "LossScaleOptimizer") == (name == "mixed_float16")
 
 # %% [markdown]
-# To train without a loss scale, pass `auto_scale_loss=False`. You can also lose the loss scale by accident, if
-# only the layers have the policy `mixed_float16`. The model itself then has the global policy, here `float32`:
+# To train without a loss scale, pass `auto_scale_loss=False`. You lose the loss scale by accident if you set
+# `mixed_float16` only for the layers. The model itself then has the global policy, here `float32`:
 
 # %%
 print("on purpose:", optimizer_of(new_head(), auto_scale_loss=False))
@@ -212,7 +207,7 @@ assert by_layer.layers[0].compute_dtype == "float16"
 assert optimizer_of(by_layer) == optimizer_of(new_head(), auto_scale_loss=False) == "Adam"
 
 # %% [markdown]
-# Both models get plain Adam. To fix the second model, wrap the optimizer before you call `compile`:
+# To fix the second model, wrap the optimizer before you call `compile`:
 
 # %%
 Scaled = keras.optimizers.LossScaleOptimizer
@@ -225,8 +220,7 @@ assert torch.amp.GradScaler("cpu").get_growth_interval() == by_layer.optimizer.d
 
 # %% [markdown]
 # To clip gradients, set `clipnorm` on the inner (wrapped) optimizer. The inner optimizer receives gradients
-# that are already divided by the scale, so you need no
-# counterpart of `scaler.unscale_`. <!-- tests/notebooks/test_12_keras.py -->
+# that are already divided by the scale. <!-- tests/notebooks/test_12_keras.py -->
 #
 # ## Write the step
 #
@@ -234,7 +228,7 @@ assert torch.amp.GradScaler("cpu").get_growth_interval() == by_layer.optimizer.d
 #
 # 1. Multiply the loss by the scale, with `scale_loss`.
 # 2. Compute the gradients of the *scaled* loss.
-# 3. Pass these gradients to `apply`. If it finds inf or NaN, it skips the step. Otherwise it divides the
+# 3. Pass these gradients to `apply`. If `apply` finds inf or NaN, it skips the step. Otherwise it divides the
 #    gradients by the scale and passes them to the inner optimizer.
 #
 # On torch:
@@ -270,8 +264,7 @@ def step_with_tensorflow(self, data):
 
 
 # %% [markdown]
-# Both steps also work under `float32` and `mixed_bfloat16`. Without a loss scale, `scale_loss` returns the
-# loss unchanged. This small network uses the two steps:
+# Both steps also work under `float32` and `mixed_bfloat16`. This small network uses the steps:
 # <!-- tests/notebooks/test_12_keras.py -->
 
 
@@ -296,8 +289,7 @@ def new_net():
 
 
 # %% [markdown]
-# The next function trains the network under `mixed_float16`. The scale starts far too high, so that
-# some steps are skipped. The scale doubles after five good steps in a row:
+# The next function trains the network under `mixed_float16`:
 
 
 # %%
@@ -318,9 +310,8 @@ def train_net(x, y, steps, scale, growth):
 
 
 # %% [markdown]
-# `run_on_backends` calls `train_net` in a process on torch and, if TensorFlow is installed, in one on TensorFlow.
-# We print the loss scale before the first step and after each step:
-# <!-- tests/course/test_processes.py -->
+# We train on torch and, if it is installed, on TensorFlow. The scale starts far too high, so that some steps are
+# skipped. We print the scale before the first step and after each step: <!-- tests/course/test_processes.py -->
 
 # %% tags=["nbval-ignore-output"]
 small = load_dataset("digits", image_size=8, augment=False)
@@ -343,17 +334,15 @@ for backend, record in trained.items():
     assert record["losses"][-1] < record["losses"][0]
 
 # %% [markdown]
-# Here, the scale is halved in eight steps, from 2^24 to 2^16, where the gradients no longer overflow. Then it doubles
-# after every five good steps. Each halving means a skipped step, and `iterations` does not count skipped steps.
-# A `.keras` file stores the scale, so by default a loaded model continues with the saved scale.
+# Each halving of the scale means a skipped step. When the gradients no longer overflow, the scale doubles after
+# every five good steps (`growth`). A `.keras` file stores the scale too.
 # <!-- tests/notebooks/test_12_keras.py -->
 #
 # ## A mistake in a custom step
 #
-# In Keras 3, `apply` of a `LossScaleOptimizer` divides the gradients by the scale, even if they are not scaled.
-# So you make a mistake if you forget `scale_loss`, or if you divide the gradients yourself, as code for
-# TensorFlow 2.x does. There is no error. We compare how far a weight moves with a scaled gradient and with one
-# that is not scaled:
+# `apply` of a `LossScaleOptimizer` divides the gradients by the scale, even if they are not scaled. So the steps
+# become too short if you forget `scale_loss`, or if you divide the gradients yourself, as code for TensorFlow 2.x
+# does. There is no error. We move a weight with a scaled gradient and with one that is not scaled:
 
 # %%
 gradient = ops.convert_to_tensor([0.5])
@@ -368,28 +357,24 @@ for kind, rate in ((keras.optimizers.SGD, 1.0), (keras.optimizers.Adam, 0.1)):
     assert abs(ratio / 2.0**15 - 1) < 0.01 if kind is keras.optimizers.SGD else 1 < ratio < 2
 
 # %% [markdown]
-# With SGD, the step without scaling is 2¹⁵ times too short. With Adam, the step of this large gradient is 0.08
-# instead of 0.1. Adam's `epsilon` shortens the steps of small gradients more: for a gradient of 0.001, Adam's
-# first step is about 100 times too short.
-# <!-- tests/notebooks/test_12_keras.py -->
+# With SGD, the step without scaling is 2¹⁵ times too short. With Adam, it is 0.08 instead of 0.1, and much shorter
+# for small gradients. <!-- tests/notebooks/test_12_keras.py -->
 #
 # ## The names of TensorFlow 2.x (optional)
 #
-# If you have code for TensorFlow 2.x, replace these names:
+# If you have code for TensorFlow 2.x, replace [its
+# names](https://www.tensorflow.org/versions/r2.5/api_docs/python/tf/keras/mixed_precision/LossScaleOptimizer):
 #
 # | TensorFlow 2.x | Keras 3 |
 # |---|---|
-# | `tf.keras.mixed_precision.experimental.set_policy(…)` | `keras.config.set_dtype_policy(…)` |
 # | `tf.keras.mixed_precision.set_global_policy(…)` | `keras.config.set_dtype_policy(…)`; the old name works |
 # | `tf.keras.mixed_precision.Policy` | `keras.DTypePolicy`; the old name works |
-# | `Policy(…, loss_scale="dynamic")` | the optimizer has the loss scale, not the policy |
 # | `LossScaleOptimizer(optimizer, loss_scale="dynamic")` | `LossScaleOptimizer(optimizer)` |
-# | `LossScaleOptimizer(optimizer, dynamic=False, initial_scale=128)` | [`Adam(…, loss_scale_factor=128)`](https://keras.io/api/optimizers/adam/), and [`compile(…, auto_scale_loss=False)`](https://keras.io/api/models/model_training_apis/); with a fixed scale, Keras skips no step, even if a gradient is inf or NaN |
+# | `LossScaleOptimizer(optimizer, dynamic=False, initial_scale=128)` | [`Adam(…, loss_scale_factor=128)`](https://keras.io/api/optimizers/adam/) and [`compile(…, auto_scale_loss=False)`](https://keras.io/api/models/model_training_apis/); Keras then skips no step, even after an overflow |
 # | `optimizer.get_scaled_loss(loss)` | `optimizer.scale_loss(loss)` |
 # | `optimizer.get_unscaled_gradients(g)`, then `apply_gradients(zip(g, w))` | `optimizer.apply(g, w)`, which divides |
 #
-# The next cell checks some rows ([the names of
-# 2.x](https://www.tensorflow.org/versions/r2.5/api_docs/python/tf/keras/mixed_precision/LossScaleOptimizer)):
+# With the old arguments, `LossScaleOptimizer` raises an error:
 
 # %%
 assert keras.mixed_precision.set_global_policy is keras.config.set_dtype_policy
@@ -408,14 +393,12 @@ for wrong in ({"dynamic": False}, {"loss_scale": "dynamic"}):
 # %% [markdown]
 # ## Summary
 #
-# - A policy names the dtype in which a layer computes and the dtype of its weights. Mixed policies keep
-#   float32 weights. You set a policy for new layers or for one layer.
-# - A policy has one compute dtype for a layer, while autocast chooses a dtype for each op.
+# - A mixed policy keeps float32 weights and has one 16-bit compute dtype for a layer. Autocast chooses a dtype for
+#   each op.
 # - Keep the last layer in float32, without an activation, and use a loss with `from_logits=True`.
-# - By default, `compile` adds a loss scale to a plain optimizer if the model's policy is `mixed_float16`. If only
-#   the layers have that policy, wrap the optimizer yourself.
-# - In a custom step with a loss scale, `scale_loss` multiplies the loss. `apply` divides the gradients or skips
-#   the step. Do not divide by hand.
+# - By default, `compile` adds a loss scale if the model's policy is `mixed_float16`. If only the layers have that
+#   policy, wrap the optimizer yourself.
+# - In a custom step, call `scale_loss`, and do not divide the gradients: `apply` does.
 #
 # ## Exercises
 #
@@ -439,8 +422,7 @@ exercises.check_variable_bytes(sizes)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# The list of policies above shows the dtype of the weights for each policy. A float16 number takes two
-# bytes.
+# The list of policies above shows the dtype of the weights. A float16 number takes two bytes.
 #
 # </details>
 #
@@ -508,8 +490,8 @@ exercises.check_last_layer(last_layer)
 #
 # ### 4. Mend the missing loss scale
 #
-# Only the layers of this model have the policy `mixed_float16`, so the model trains without a loss
-# scale. Change the `compile` line so that Adam gets a loss scale, and return the model.
+# Only the layers of this model have the policy `mixed_float16`. Change the `compile` line so that Adam gets a loss
+# scale, and return the model.
 
 
 # %%
@@ -523,8 +505,7 @@ exercises.check_compiled(compile_scaled)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# `compile` looks at the policy of the model. If you have wrapped the optimizer, `compile` does not
-# change it.
+# Wrap the optimizer before `compile` gets it.
 #
 # </details>
 #
@@ -541,8 +522,7 @@ exercises.check_compiled(compile_scaled)
 #
 # ## Further reading
 #
-# - Keras, [Mixed precision](https://keras.io/api/mixed_precision/): policies.
+# - Keras, [Mixed precision](https://keras.io/api/mixed_precision/).
 # - Keras, Customizing what happens in `fit()` [with
 #   PyTorch](https://keras.io/guides/custom_train_step_in_torch/) and [with
 #   TensorFlow](https://keras.io/guides/custom_train_step_in_tensorflow/).
-# - P. Micikevicius et al., [Mixed precision training](https://arxiv.org/abs/1710.03740), 2018.
