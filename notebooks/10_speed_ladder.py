@@ -9,15 +9,15 @@
 # %% [markdown]
 # # Climb from FP32 towards the limit of your hardware
 #
-# **What you'll do.** Take the training step of [notebook 04](04_fp32_vs_amp.ipynb) and make it faster,
-# one change at a time. We call each change a *rung*. First you compute a limit: the time that the step's
-# matmuls take at your device's peak rate. Then you time each rung and compare its time with this limit.
+# **What you'll do.** Make the training step of [notebook 04](04_fp32_vs_amp.ipynb) faster, one change (a *rung*)
+# at a time. Compare the time of each rung with a limit: the time that the step's matmuls take at your device's
+# peak rate.
 #
 # **What you'll learn.**
 # - how to compute the limit of a step from its FLOPs;
 # - what each rung changes: precision, memory format, optimizer or compiler;
 # - why a step takes longer than its limit;
-# - when AMP makes a step slower, and from which size on AMP makes a step faster.
+# - when AMP makes a step slower, and when faster.
 #
 # **What you need.** [Notebook 04](04_fp32_vs_amp.ipynb) for the training step and for how to measure. On a
 # CPU, `torch.compile` needs a C++ compiler by default. <!-- tests/core/test_requirements.py -->
@@ -42,9 +42,8 @@ figures.use_style()
 # ## The idea in five lines
 #
 # An op computes and moves data. Take a device that computes 200 GFLOP/s (200 billion floating-point
-# operations a second) and moves 30 GB/s. It runs a matmul and a ReLU, both on fp32 matrices of 1024 x
-# 1024. Before you run this: which of the two becomes faster on a device that computes twice as fast, but
-# moves data no faster?
+# operations a second) and moves 30 GB/s. It runs a matmul and a ReLU on fp32 matrices of 1024 x 1024. Which of
+# the two would become faster if the device could compute twice as fast?
 
 # %%
 side = 1024
@@ -63,11 +62,10 @@ for name, operations, numbers in (
 # ## The settings
 #
 # The plain step runs in FP32. The rungs use the 16-bit precision that `amp-lab doctor` recommends for
-# this device. If there is none, they use bf16. <!-- tests/core/test_device.py -->
+# this device, or else bf16. <!-- tests/core/test_device.py -->
 #
-# For Linux CPUs, we also call `keep_memory()`. By default, the C library returns the memory of large freed
-# tensors [to the operating system](https://man7.org/linux/man-pages/man3/mallopt.3.html), and getting it
-# back costs time. <!-- tests/core/test_allocator.py -->
+# On Linux CPUs, `keep_memory()` makes the comparison [fair to
+# fp32](../docs/hardware.md#memory-allocation-can-make-fp32-look-slow).
 
 # %% tags=["nbval-ignore-output"]
 config = {
@@ -87,8 +85,7 @@ assert low.dtype.itemsize == 2
 # ## The peak rates: what can this device do?
 #
 # A device has a peak rate for computing and a peak rate for moving data. We measure the computing rate
-# with matmuls in each precision that the device supports, and the data rate with copies and sums of large
-# tensors.
+# with matmuls, and the data rate with copies and sums of large tensors.
 
 # %% tags=["nbval-ignore-output"]
 limits = measure_ceilings(device)
@@ -102,12 +99,12 @@ assert not limits.trusted or limits.memory_bytes_per_s > 1e8  # a disk is faster
 # %% [markdown]
 # ## The work: what must a step do?
 #
-# We count the FLOPs of one step. The network of notebook 04 has four 1x1 convolutions. For every pixel, such
-# a convolution multiplies a vector by a matrix of weights. This takes 2 FLOPs for each weight: one
+# The network of notebook 04 has four 1x1 convolutions. For every pixel, a 1x1
+# convolution multiplies a vector by a matrix of weights. This takes 2 FLOPs for each weight: one
 # multiplication and one addition.
 #
-# The backward pass of a convolution has two such matmuls, for the gradient of the weights and for the
-# gradient of the input. Only the first convolution needs no gradient of its input.
+# In the backward pass, each convolution has two matmuls of the same size: one for the gradient of the weights,
+# and one for the gradient of the input. The first convolution needs no gradient of its input.
 
 # %% tags=["nbval-ignore-output"]
 inputs, target = quantized_sine(config["size"], device)  # (1, 2, H, W), (1, 1, H, W)
@@ -120,8 +117,7 @@ assert 0.98 < 12 * pixels * hidden**2 / flops <= 1  # nearly all in the two midd
 # %% [markdown]
 # ## Predict the speed-up
 #
-# The *limit* of the step is the time that its matmuls alone would take at the measured peak rate. We
-# compute the limit for fp32, bf16 and the precision of the rungs:
+# The *limit* of the step is the time that its matmuls alone would take at the measured peak rate:
 
 # %% tags=["nbval-ignore-output"]
 floor_ms = {p: 1e3 * flops / limits.flops_per_s[p] for p in ("fp32", low, "bf16")}
@@ -137,10 +133,8 @@ if limits.trusted and low == recommended:
 # ## Climb
 #
 # For each rung, we make a function that does one step and returns the loss. Before we time a rung, `add`
-# checks that training still works. It subtracts the first five losses of FP32 from those of the rung. The norm
-# of these differences must be below 6 % of the norm of the FP32 losses. As in notebook 04, `float32_mode`
-# turns TF32 off for FP32.
-# <!-- tests/notebooks/test_10_speed_ladder.py, tests/core/test_precision.py -->
+# checks that its first five losses are close to those of FP32. As in notebook 04, `float32_mode` turns TF32 off
+# for FP32. <!-- tests/notebooks/test_10_speed_ladder.py, tests/core/test_precision.py -->
 
 # %%
 rungs, losses = {}, {}
@@ -158,7 +152,7 @@ def add(name, precision, step):
 
 
 # %% [markdown]
-# **The start: FP32.** The plain step reads the loss every time, like a loop that prints the loss.
+# **The start: FP32.** The plain step reads the loss with `loss.item()`.
 
 
 # %%
@@ -188,7 +182,7 @@ assert losses["plain"][-1] < losses["plain"][0]  # it learns
 
 # %% [markdown]
 # **Rung 1: AMP.** We run the forward pass under autocast and, in fp16, use a gradient scaler. Each later
-# rung keeps this change and adds another one.
+# rung keeps the changes before it.
 
 
 # %%
@@ -213,8 +207,8 @@ assert add("AMP", low, amp_step(*new_model(), inputs, target)) > 0  # it rounds,
 # %% [markdown]
 # **Rung 2: channels last.** By default, PyTorch stores an image [channel by
 # channel](https://docs.pytorch.org/tutorials/intermediate/memory_format_tutorial.html), in the order N, C,
-# H, W. A 1x1 convolution is a matmul over the channels of each pixel. This matmul can be faster if these
-# channels are next to each other in memory, in the order N, H, W, C.
+# H, W. In the order N, H, W, C, the channels of a pixel are next to each other in memory, so the matmul over
+# these channels can be faster.
 
 # %%
 model, optimizer = new_model()
@@ -227,7 +221,7 @@ assert inputs_last.stride()[1] == 1  # from one channel to the next
 # %% [markdown]
 # **Rung 3: a fused optimizer, and no waiting.**
 # [`fused=True`](https://docs.pytorch.org/docs/stable/optim.html) merges the ops of Adam's update. We also
-# stop reading the loss after each step, because on a GPU each read makes the host [wait for the
+# stop reading the loss, because on a GPU each read makes the host [wait for the
 # device](https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html#avoid-unnecessary-cpu-gpu-synchronization).
 
 
@@ -243,8 +237,7 @@ step = amp_step(*new_fused_model(), inputs_last, target, read_loss=False)  # run
 assert add("fused Adam, no waiting", low, step) > 0
 
 # %% [markdown]
-# **Rung 4: torch.compile.** Convolution, normalisation and ReLU each read their input from memory and
-# write their output to memory. The compiler [merges elementwise
+# **Rung 4: torch.compile.** The compiler [merges elementwise
 # ops](https://docs.pytorch.org/docs/stable/torch.compiler_get_started.html) into a few kernels, so less
 # data moves.
 
@@ -257,8 +250,7 @@ print(f"relative difference from FP32 in the losses of five steps: {difference:.
 assert difference > 0
 
 # %% [markdown]
-# Now we time all rungs with `compare`, as in notebook 04. Which rung do you expect to bring the largest
-# gain?
+# Which rung do you expect to bring the largest gain?
 
 
 # %% tags=["nbval-ignore-output"]
@@ -285,21 +277,20 @@ assert list(climbed.samples_s) == list(rungs)  # every rung was timed
 
 # %% [markdown]
 # Each line shows the time of a step, the limit as a percentage of this time (`of peak`), and the speed-up
-# over the plain step with its interval. The black marks in the figure show the limit.
+# over the plain step with its interval.
 
 # %% tags=["nbval-ignore-output"]
 _ = figures.speed_ladder({f"ConvModel, {config['size']}x{config['size']} pixels": bars})
 
 # %% [markdown]
 # On the CPU of this run, AMP alone (rung 1) reaches only part of the expected speed-up. Channels last (rung
-# 2) changes two lines and brings the step much closer to the limit. Its speed-up is even larger than expected,
-# because the plain step is slower than its own limit. Rungs 3 and 4 hardly change the time there.
+# 2) brings the step much closer to the limit. Rungs 3 and 4 hardly change the time.
 #
 # ## Explain: count the bytes too
 #
 # The limit counts only matmuls. A step also has normalisation, ReLU and their gradients. These ops compute
-# very little, but each of them reads and writes large activations. `count_step` counts the FLOPs of the
-# matmuls and convolutions of a step, and the bytes that its ops read and write. <!-- tests/bench/test_limits.py -->
+# very little, but they read and write large activations. `count_step` counts the bytes that the ops of a step read
+# and write. <!-- tests/bench/test_limits.py -->
 
 # %% tags=["nbval-ignore-output"]
 steps = {"plain": plain_step(inputs, target), "AMP": amp_step(*new_model(), inputs, target)}
@@ -316,9 +307,8 @@ assert moved_bytes["AMP"] < moved_bytes["plain"]
 # On the CPU of this run, autocast makes the activations and their gradients half as large, so AMP moves about
 # half the bytes.
 #
-# The **[roofline](https://doi.org/10.1145/1498765.1498785)** shows both peak rates in one figure. A step is a
-# point: its FLOPs for each byte moved, and the FLOP/s that it reached. The lines show the highest possible FLOP/s
-# in each precision, if the device computes and moves data at the same time:
+# The **[roofline](https://doi.org/10.1145/1498765.1498785)** shows both peak rates in one figure. Each step is a
+# point. The line of a precision shows the most FLOP/s that the two peak rates allow:
 #
 # - **Under the slope**, moving the data takes longer than computing.
 # - **Under the flat part**, computing takes longer.
@@ -335,10 +325,9 @@ _ = figures.roofline(roofs, limits.memory_bytes_per_s, points)
 # %% [markdown]
 # AMP's point lies to the right of the FP32 point, because AMP moves fewer bytes for the same FLOPs.
 #
-# A point shows the average of all ops of a step. The large matmuls alone would lie on the right, under the flat
-# part. A ReLU alone lies on the left, under the slope. Such ops compute almost nothing while they wait for their
-# data, which draws the average below the line. A faster precision raises only the flat part, so the ReLU gains
-# only because AMP moves fewer bytes.
+# A point shows the average of all ops of a step. A large matmul alone would lie under the flat part. A ReLU alone
+# would lie under the slope, because it waits for its data. Such ops are one reason why a step takes longer than its
+# limit.
 #
 # ## Where AMP loses
 #
@@ -346,12 +335,12 @@ _ = figures.roofline(roofs, limits.memory_bytes_per_s, points)
 #
 # - **No matmuls.** Autocast runs only [some
 #   ops](https://docs.pytorch.org/docs/stable/amp.html#autocast-op-reference) in the low precision, mainly
-#   matmuls and convolutions. An FP32 model without any of these ops stays in FP32.
-# - **Many small ops.** Under autocast, the fp32 inputs of a matmul need casts. For a small matmul, the casts can
+#   matmuls and convolutions. A model without these ops gains nothing.
+# - **Many small ops.** The fp32 weights and inputs of a matmul need casts. For a small matmul, these casts can
 #   take longer than AMP saves.
 # - **A precision that the device emulates**, such as fp16 on [some CPUs](../docs/hardware.md).
 #
-# We measure the second case with fifty layers of 32 x 32. Will AMP be faster or slower?
+# We measure the second case with fifty layers of 32 x 32:
 
 # %% tags=["nbval-ignore-output"]
 thin = nn.Sequential(*(nn.Linear(32, 32) for _ in range(50))).to(device)
@@ -372,13 +361,9 @@ print(f"speed-up by AMP for fifty thin layers: {speedup}; {casts} casts for 50 m
 assert casts >= 2 * 50  # weights and biases; the activations between layers stay low
 
 # %% [markdown]
-# A speed-up below 1x means that AMP is slower. Autocast casts the weight and the bias of every layer, and
-# the input of the first layer.
-#
 # ## From which size on does AMP pay?
 #
-# We time the forward and the backward pass for pictures of growing size, in FP32 and with AMP. Both use
-# channels last.
+# We time the forward and the backward pass for pictures of growing size, in FP32 and with AMP.
 
 
 # %%
@@ -402,18 +387,17 @@ for size in config["sizes"]:
 _ = figures.speedup_over_size(config["sizes"], {str(low): by_size})
 
 # %% [markdown]
-# On the CPU of this run, AMP gains more with a larger picture. Look for the smallest size from which all
-# intervals lie above 1. From this size on, AMP pays.
+# On the CPU of this run, AMP gains more with a larger picture. AMP *pays* from the smallest size at which this and
+# all later intervals lie above 1.
 #
 # ## Summary
 #
-# - Count first. The limit of a step is the FLOPs of its matmuls divided by the measured peak rate.
-# - A 16-bit precision makes large matmuls faster on hardware that accelerates it.
+# - The limit of a step is the FLOPs of its matmuls divided by the measured peak rate. A step takes longer than its
+#   limit, because ops such as ReLU wait for their data.
 # - Channels last, a fused optimizer, not reading the loss and `torch.compile` take a line or two each.
 #   Time them on your device.
-# - [AMP gains nothing](#Where-AMP-loses) if autocast runs no op in the low precision. AMP can make a step
-#   slower if the step has many small ops, or if the hardware emulates the precision.
-# - On a Linux CPU, call `keep_memory` before you compare precisions.
+# - [AMP can make a step slower](#Where-AMP-loses) if the step has many small ops, or if the hardware emulates the
+#   precision.
 #
 # Next, [notebook 11](11_scale_out.ipynb) takes training to several devices.
 #
@@ -440,8 +424,7 @@ exercises.check_layer_flops(layer_flops)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# The forward pass has one matmul, and the backward pass has two. How many FLOPs does each matmul take for
-# one weight and one pixel?
+# The forward pass has one matmul, and the backward pass has two.
 #
 # </details>
 #
@@ -451,15 +434,14 @@ exercises.check_layer_flops(layer_flops)
 # layer_flops = 3 * 2 * (32 * 32) * (64 * 128)
 # ```
 #
-# This is 50,331,648: three matmuls, each with one multiplication and one addition for each of 1,024
-# pixels and 8,192 weights.
+# There are three matmuls. Each takes 2 FLOPs for each of 1,024 pixels and 8,192 weights.
 #
 # </details>
 #
 # ### 2. Compute the least time
 #
 # A step computes `flops` FLOPs and moves `nbytes` bytes. Its device can compute and move data at the same
-# time, each at its own rate. Complete the function: how many milliseconds does the step take at least?
+# time. Complete the function: how many milliseconds does the step take at least?
 
 
 # %%
@@ -472,7 +454,7 @@ exercises.check_least_ms(least_ms)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# How long does it take to compute, and how long to move the data? Which of the two ends last?
+# Which of the two ends last: computing, or moving the data?
 #
 # </details>
 #
@@ -489,8 +471,7 @@ exercises.check_least_ms(least_ms)
 #
 # ### 3. Correct the memory format
 #
-# This function should convert a model and its images to channels last, but the images do not change. Find
-# the mistake and write the correct function.
+# This function should convert a model and its images to channels last. Correct it.
 #
 # ```python
 # def to_channels_last(model, images):
@@ -522,13 +503,13 @@ exercises.check_to_channels_last(to_channels_last)
 #     return model, images.to(memory_format=torch.channels_last)
 # ```
 #
-# A tensor's `to` returns its result, and the function in the exercise does not use this result.
+# The function in the exercise does not use the result of the tensor's `to`.
 #
 # </details>
 #
 # ### 4. From which size on does AMP pay?
 #
-# You have measured the speed-up by AMP for pictures of four sizes, and got these intervals:
+# You have measured these intervals of the speed-up by AMP:
 #
 # - 16 pixels: 1.02x to 1.10x
 # - 32 pixels: 0.96x to 1.08x
@@ -544,7 +525,7 @@ exercises.check_pays_from(pays_from)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# AMP has to gain at the size that you choose and at all larger ones. Which intervals show that AMP gains?
+# AMP has to gain at the size that you choose and at all larger ones.
 #
 # </details>
 #
@@ -554,16 +535,11 @@ exercises.check_pays_from(pays_from)
 # pays_from = 64
 # ```
 #
-# The interval of 32 pixels includes 1. The interval of 16 pixels does not, but "from 16 on" would include
-# 32.
+# The interval of 32 pixels includes 1, so AMP does not pay from 16 or 32 pixels on.
 #
 # </details>
 #
 # ## Further reading
 #
-# - [Roofline: an insightful visual performance model](https://doi.org/10.1145/1498765.1498785), by
-#   Williams, Waterman and Patterson (2009).
 # - [Making deep learning go brrrr from first principles](https://horace.io/brrr_intro.html), by Horace
 #   He: compute, memory and overhead.
-# - [PyTorch's performance tuning
-#   guide](https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html): more rungs.
