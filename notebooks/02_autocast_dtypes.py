@@ -10,15 +10,13 @@
 # # Predict the dtype of every op under autocast
 #
 # **What you'll do.** Find out which dtype an op returns under `torch.autocast`. Follow the casts through a
-# forward and a backward pass. Switch autocast off for one region, and use it with an autograd function of
-# your own. At the end, compare the rules of a CPU with those of CUDA.
+# forward and a backward pass. Compare the rules of a CPU with those of CUDA.
 #
 # **What you'll learn.**
-# - the four things that autocast can do with an op, and three questions that tell you which;
-# - which tensors autocast leaves alone;
-# - how to nest and disable autocast, and what its cache of weight casts does;
+# - three questions that predict the dtype of an op;
+# - how to disable autocast for one region, and what its cache of weight casts does;
 # - how to make an `autograd.Function` work under autocast;
-# - why a model that works under autocast on a CPU may behave differently on a GPU.
+# - why a model may behave differently under autocast on a CPU and on a GPU.
 #
 # **What you need.** [Notebook 01](01_number_formats.ipynb), which explains fp32, fp16 and bf16. You need
 # no GPU.
@@ -38,10 +36,10 @@ _ = torch.manual_seed(0)
 # %% [markdown]
 # ## The idea in five lines
 #
-# We take two column vectors in fp32 and run three ops on them under autocast: a matrix multiplication, an
-# addition, and `torch.outer`. Before you run this: which dtype does each of the three results have?
+# We run three ops on fp32 tensors under autocast: a matrix multiplication, an addition, and `torch.outer`.
+# Before you run this: which dtype does each of the three results have?
 #
-# In this notebook, `low` is the dtype that autocast lowers to. We use the default of the *backend* (the
+# In this notebook, `low` is the 16-bit dtype that autocast casts to. We use the default of the *backend* (the
 # type of device): bf16 on a CPU and fp16 on a GPU.
 
 # %%
@@ -57,9 +55,8 @@ assert defaults == [torch.bfloat16] + [torch.float16] * 3
 
 # %% [markdown]
 # Autocast casts the inputs of matmuls, because matmuls can be [much
-# faster](https://docs.pytorch.org/docs/stable/amp.html) in 16 bits. It leaves an addition alone.
-# `torch.outer` computes the same products as the matmul, but in fp32, because autocast looks at which *op*
-# is called.
+# faster](https://docs.pytorch.org/docs/stable/amp.html) in 16 bits. Autocast leaves an addition alone.
+# `torch.outer` computes the same products as the matmul, but in fp32: autocast looks at which *op* is called.
 #
 # Autocast gives *copies* to the op, so `x` is still fp32. **The parameters of a model stay fp32 in the
 # same way.** So do not call `.half()` or `.bfloat16()` on a model that you train under autocast. You would
@@ -67,16 +64,14 @@ assert defaults == [torch.bfloat16] + [torch.float16] * 3
 #
 # ## Four things that can happen to an op
 #
-# Each backend has a list of ops. [PyTorch's documentation shows the lists of CUDA, XPU and the
-# CPU](https://docs.pytorch.org/docs/stable/amp.html#autocast-op-reference). Autocast leaves all other ops
-# alone. An op on the list has one of three policies. (CUDA's list also has an op that raises an error,
-# `binary_cross_entropy`.)
+# Each backend has a [list of ops](https://docs.pytorch.org/docs/stable/amp.html#autocast-op-reference). An op
+# on the list usually has one of three policies. Autocast leaves all other ops alone.
 #
 # | policy | what autocast does | typical ops |
 # |---|---|---|
 # | lower precision | casts the inputs to `low` | `linear`, `conv2d`, `matmul` |
-# | fp32 | casts the inputs to fp32, or [calls the op with `dtype=torch.float32`](https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/autocast_mode.h): the result is fp32 either way | `mse_loss`, `prod`; on a GPU also `exp`, `softmax` and `layer_norm` |
-# | promote | casts the inputs to fp32 if one of them is fp32 | a few ops that combine tensors, such as `index_copy` and `cat` on a CPU |
+# | fp32 | makes the op return fp32 | `mse_loss`, `prod`; on CUDA also `exp`, `softmax` and `layer_norm` |
+# | promote | casts the inputs to fp32 if one of them is fp32 | `index_copy` and `cat` on a CPU |
 # | (not on the list) | nothing: the op runs in the dtype of its inputs | `relu`, `add`, `mean` |
 #
 # <!-- tests/notebooks/test_02_autocast_dtypes.py -->
@@ -86,8 +81,8 @@ assert defaults == [torch.bfloat16] + [torch.float16] * 3
 # 1. **Is the call eligible?** [Some tensors and some calls](#What-is-eligible,-and-what-is-not) are not
 #    cast.
 # 2. **Is the op on the list of this backend?** If not, PyTorch's usual rules apply: the sum of an fp32
-#    matrix and a 16-bit matrix is fp32. But some ops consist of other ops: on a CPU `einsum` is not on the list,
-#    but calls `bmm`, which is. So its result is in 16 bits. <!-- tests/notebooks/test_02_autocast_dtypes.py -->
+#    matrix and a 16-bit matrix is fp32. (Some ops call an op on the list: on a CPU, `einsum` calls `bmm` and
+#    returns bf16.) <!-- tests/notebooks/test_02_autocast_dtypes.py -->
 # 3. **Which policy does the op have there?**
 #
 # ## Find the policy of an op
@@ -108,11 +103,11 @@ assert table["mse_loss"] == table["cross_entropy"] == table["add fp32"] == ["fp3
 assert table["relu"] == table["add"] == table["mean"] == ["fp32", SHORT[low]]
 
 # %% [markdown]
-# Most rows tell you the policy of their op. (No op of this table has the policy *promote*.)
+# Read the rows like this:
 #
 # - **Low precision in both columns:** the policy is *lower precision*.
-# - **fp32 in both columns:** the policy is *fp32*. The row `add fp32` is an exception: it adds an fp32
-#   copy to the input, so PyTorch itself promotes the sum to fp32.
+# - **fp32 in both columns:** the policy is *fp32*. (Only in the row `add fp32`, PyTorch itself promotes the
+#   sum, because the second summand is always fp32.)
 # - **The input's dtype in each column:** the op is not on the list of this device.
 #
 # ## What is eligible, and what is not
@@ -148,19 +143,17 @@ assert list(found.values()) == [low] + [torch.float32] * 4 + [low]
 # Autocast lowers only the first matmul. Plain `prod` follows its policy and returns fp32. The other four calls are
 # not eligible:
 #
-# - **In-place ops and `out=`** write into an existing tensor, whose dtype cannot change. Our two calls
-#   ran in fp32.
-# - **Tensors on another device** are not cast, because the first argument of `torch.autocast` names one
-#   type of device. Our tensors were on `meta`, a device that stores no data. Pass the device of your
-#   tensors: `x.device.type`. <!-- tests/notebooks/test_02_autocast_dtypes.py -->
-# - **An explicit `dtype=`** decides the dtype of the result, so our second `prod` stays in low precision.
+# - **In-place ops and `out=`** write into an existing tensor, whose dtype cannot change.
+# - **Tensors on another device** are not cast. Pass the device of your tensors to `torch.autocast`:
+#   `x.device.type`. <!-- tests/notebooks/test_02_autocast_dtypes.py -->
+# - **An explicit `dtype=`** decides the dtype of the result.
 # - **float64 and integers**, which we did not try, are not cast either.
 #   <!-- tests/notebooks/test_02_autocast_dtypes.py -->
 #
 # ## What leaves the block
 #
-# A result keeps its dtype when the block ends. Outside the block, we add a result in low precision to an
-# fp32 matrix, and we multiply the two. What will happen in each case?
+# A result keeps its dtype when the block ends. Outside the block, we add a 16-bit result to an fp32 matrix,
+# and we multiply the two. What will happen in each case?
 
 # %%
 with torch.autocast(device.type, dtype=low):
@@ -177,10 +170,9 @@ assert (inside.float() @ wide).dtype is torch.float32
 #
 # ## Backward: no autocast there
 #
-# `OpLog` records each op that PyTorch runs in its block, and the dtypes of the op's tensor arguments. A
-# cast by autocast appears as `_to_copy`, with the dtype that it casts *from*. We run a forward pass under
-# autocast and the backward pass outside. Before you run this: in which dtype will the backward pass
-# multiply?
+# `OpLog` records the ops that PyTorch runs, and the dtypes of their arguments. A cast by autocast appears as
+# `_to_copy`, with the dtype that it casts *from*. We run a forward pass under autocast and the backward pass
+# outside. Before you run this: in which dtype will the backward pass multiply?
 
 # %%
 weight = torch.rand(4, 4, device=device, requires_grad=True)
@@ -195,19 +187,17 @@ assert weight.grad.dtype is weight.dtype is torch.float32
 
 # %% [markdown]
 # The forward pass casts both inputs down, multiplies in low precision, casts the result up, and computes
-# the loss in fp32. The backward pass multiplies in low precision as well, because the saved tensors have
-# that dtype. The backward of a cast is the cast back, so the gradient of `weight` arrives in fp32.
+# the loss in fp32. The backward pass multiplies in low precision as well, because the saved tensors are in low
+# precision. Then it casts the gradient of `weight` back to fp32.
 #
 # **Keep `backward()` out of the block**, as [PyTorch
-# recommends](https://docs.pytorch.org/docs/stable/amp.html#torch.autocast). Inside, autocast would apply
-# its list to the backward ops as well. If you ran a matmul in fp32 on purpose, its backward would then run
-# in low precision. <!-- tests/notebooks/test_02_autocast_dtypes.py -->
+# recommends](https://docs.pytorch.org/docs/stable/amp.html#torch.autocast). Inside the block, autocast would
+# run the backward of an fp32 matmul in low precision. <!-- tests/notebooks/test_02_autocast_dtypes.py -->
 #
 # ## Nest and disable autocast
 #
-# You can nest autocast blocks. A region that needs the precision or the range of fp32 goes into a block
-# with `enabled=False`, which we call an *fp32 island*. Before you run this: which of the two matmuls in
-# the `enabled=False` block runs in fp32?
+# A region that needs fp32 goes into a nested block with `enabled=False`, which we call an *fp32 island*.
+# Before you run this: which of the two matmuls in the island runs in fp32?
 
 # %%
 with torch.autocast(device.type, dtype=low):
@@ -221,14 +211,12 @@ assert (careless.dtype, careful.dtype, back.dtype) == (low, torch.float32, low)
 
 # %% [markdown]
 # Only the second matmul runs in fp32. `enabled=False` switches off *casting*, so low-precision inputs are
-# still multiplied in low precision. **An fp32 island needs `.float()` on its 16-bit inputs.** After the
-# `enabled=False` block, autocast casts the inputs of the matmul again.
+# still multiplied in low precision. **An fp32 island needs `.float()` on its 16-bit inputs.**
 #
 # ## The cache of weight casts
 #
 # If a block uses a weight five times, one cast is enough. So autocast has a cache of weight casts. We count
-# the casts of three weights: one that is trained (with and without the cache), one that is frozen, and one
-# that is computed from another tensor.
+# the casts of a trained weight, a frozen weight, and a weight that is computed from another tensor.
 
 
 # %%
@@ -251,11 +239,12 @@ for kind, count in counts.items():
 assert list(counts.values()) == [1, 5, 5, 5]
 
 # %% [markdown]
-# Only the trained weight with the cache needed a single cast. If the forward pass records gradients, the cache
-# keeps the casts of fp32 **leaf tensors that require a gradient** until the outermost block ends.
+# Only the trained weight with the cache needed a single cast. In training, the cache keeps the casts of fp32
+# **leaf tensors that require a gradient** until the outermost block ends.
 # <!-- tests/notebooks/test_02_autocast_dtypes.py -->
 #
-# The cache hurts if a weight changes inside the block. We double a weight, as `optimizer.step()` might.
+# If a weight changes inside the block, the cached cast is out of date. We double a weight, as
+# `optimizer.step()` might.
 
 # %%
 identity = torch.eye(4, device=device)
@@ -277,8 +266,8 @@ assert torch.equal(fresh, 2 * before)
 #
 # ## Your own autograd functions
 #
-# We write a `torch.autograd.Function` and call it inside the block. So autocast casts in its `forward`, but
-# not in its `backward`, which runs outside. Do the dtypes in `backward` match?
+# We call a `torch.autograd.Function` inside the block. Autocast casts in its `forward`, but not in its
+# `backward`, which runs outside. Do the dtypes in `backward` match?
 
 
 # %%
@@ -302,10 +291,8 @@ print(error_of(output.float().sum().backward))
 # %% [markdown]
 # The backward pass raises an error, because `grad` and the saved tensors differ in dtype. [Two
 # decorators](https://docs.pytorch.org/docs/stable/amp.html#torch.amp.custom_fwd) repair this: `custom_fwd`
-# remembers the state of autocast in `forward`, and `custom_bwd` restores it for `backward`. (If your
-# function works in one dtype only, use the argument `cast_inputs` of `custom_fwd`.)
-#
-# We decorate the methods of `Product`.
+# remembers the state of autocast in `forward`, and `custom_bwd` restores it for `backward`. If your function
+# works only in fp32, pass `cast_inputs=torch.float32` to `custom_fwd`.
 
 
 # %%
@@ -329,9 +316,8 @@ torch.testing.assert_close(weight.grad, exact, rtol=0.02, atol=0)  # about five 
 # ## Ask for any backend's policy
 #
 # You can see which dtypes autocast uses on CUDA, even without a GPU. A **fake tensor** has a device, a shape
-# and a dtype, but no data, so its device need not exist. In a block of `policy_of`, new tensors are fake, and
-# autocast is on for the device that you name. We give each op an input in low precision. Before you look: which ops will return
-# fp32 on CUDA, but not on the CPU?
+# and a dtype, but no data, so its device need not exist. We give each op a fake tensor in low precision.
+# Before you look: which ops will return fp32 on CUDA, but not on the CPU?
 
 # %%
 grid = {}
@@ -349,15 +335,10 @@ here = grid.get(device.type, {})  # fake tensors are a model of a device: compar
 assert all(table[name][1] == predicted for name, predicted in here.items())
 
 # %% [markdown]
-# Each field shows the dtype that an op returns on a backend for an input in low precision, or *error*. Dark
-# fields are fp32.
-#
 # - From `linear` to `add fp32`, an op has the same policy on all four backends.
 #   <!-- tests/notebooks/test_02_autocast_dtypes.py -->
-# - From `sum` to `layer_norm`, the CPU stays in low precision where CUDA goes to fp32. [Some ops, such as
-#   reductions, often need the range of fp32](https://docs.pytorch.org/docs/stable/amp.html). So the CPU's
+# - From `sum` to `layer_norm`, the CPU stays in low precision where CUDA goes to fp32. So the CPU's
 #   autocast does not tell you which dtypes a GPU will use.
-# - `mean` stays in low precision on CUDA, unlike `sum`.
 # - `binary_cross_entropy` is an error on CUDA and XPU: use `binary_cross_entropy_with_logits` ([notebook
 #   08](08f_ops_and_devices.ipynb#BCELoss-is-refused-on-a-GPU) says why).
 #
@@ -371,16 +352,13 @@ assert all(table[name][1] == predicted for name, predicted in here.items())
 # | question | answer |
 # |---|---|
 # | Is the call eligible? | Not if it is in place or has `out=` or `dtype=`, and not for float64, integers or another device. |
-# | Is the op on the list? | `x @ y.T` is listed, `torch.outer` is not. Each backend has its own list. |
+# | Is the op on the list? | `matmul` is listed, `add` is not. Each backend has its own list. |
 # | Which policy does the op have? | Lower precision, fp32, or promote. |
 #
 # - Parameters and their gradients stay fp32. Results keep their dtype when they leave the block.
 # - One block goes around the forward pass and the loss. `backward()` and `step()` stay outside.
 # - An fp32 island needs `enabled=False`, and `.float()` on its 16-bit inputs.
-# - If the forward pass records gradients, the cache keeps the casts of trained weights until the outermost block
-#   ends. So do not change a weight inside a block.
-# - Decorate an autograd function with `custom_fwd` and `custom_bwd`. Then autocast casts in `backward` as
-#   it did in `forward`.
+# - Decorate an autograd function with `custom_fwd` and `custom_bwd`.
 #
 # Next: [notebook 03](03_grad_scaler_step_by_step.ipynb) follows a `GradScaler`, which fp16 needs in
 # addition, through a training step.
@@ -398,8 +376,8 @@ exercises = checks_of("02_autocast_dtypes")
 # %% [markdown]
 # ### 1. Predict five dtypes
 #
-# `x` and `w` are fp32 matrices on the CPU. Which dtypes do `a`, `b`, `c`, `d` and `e` have? Answer with a
-# list of five strings, each `"fp32"` or `"bf16"`.
+# `x` and `w` are fp32 matrices on the CPU. Which dtypes do `a` to `e` have? Answer with a list of five
+# strings, each `"fp32"` or `"bf16"`.
 #
 # ```python
 # with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -417,8 +395,7 @@ exercises.check_dtypes(dtypes)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# Which of the ops are on the list? For the other ops, look at the dtypes of their inputs. And what happens
-# to the dtype of `a` when it leaves the block?
+# Which of the ops are on the list? For the other ops, look at the dtypes of their inputs.
 #
 # </details>
 #
@@ -435,8 +412,8 @@ exercises.check_dtypes(dtypes)
 #
 # ### 2. Repair an island
 #
-# This function should always multiply in fp32, whatever the dtype of its argument, with and without
-# autocast. It does not. Repair it, for the CPU.
+# This function should multiply fp32 and bf16 matrices in fp32, with and without autocast. It does not. Repair
+# it.
 #
 # ```python
 # def square_in_fp32(matrix):
@@ -467,8 +444,8 @@ exercises.check_island(square_in_fp32)
 #         return matrix.float() @ matrix.float()
 # ```
 #
-# You need both changes: without `.float()`, a bf16 matrix is multiplied in bf16. Without `enabled=False`,
-# autocast would cast the fp32 matrices down again.
+# Without `.float()`, a bf16 matrix is multiplied in bf16. Without `enabled=False`, autocast would cast the
+# fp32 matrices down again.
 #
 # </details>
 #
@@ -508,7 +485,7 @@ exercises.check_casts(number_of_casts)
 # ### 4. Find the policy of an op
 #
 # Complete `policy`. It calls `op` under the CPU's autocast in bf16 and returns `"lower precision"`,
-# `"fp32"` or `"not listed"`. (The check uses no *promote* op.)
+# `"fp32"` or `"not listed"`. You may ignore *promote*.
 
 
 # %%
@@ -521,8 +498,7 @@ exercises.check_policy(policy)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# One call is not enough. Which dtypes come out for an fp32 matrix and for a bf16 matrix, in each of the
-# three cases?
+# Call `op` with an fp32 matrix and with a bf16 matrix.
 #
 # </details>
 #
@@ -542,14 +518,7 @@ exercises.check_policy(policy)
 #
 # ## Further reading
 #
-# - PyTorch, [Automatic Mixed Precision package](https://docs.pytorch.org/docs/stable/amp.html): the op
-#   reference for CUDA, XPU and CPU, and the reference of `torch.autocast` and the two decorators.
+# - PyTorch, [Automatic Mixed Precision package](https://docs.pytorch.org/docs/stable/amp.html): the lists of
+#   ops, and the reference of `torch.autocast` and the two decorators.
 # - PyTorch, [Automatic Mixed Precision
-#   examples](https://docs.pytorch.org/docs/stable/notes/amp_examples.html): custom autograd functions,
-#   several models and losses.
-# - PyTorch, [Fake
-#   tensors](https://docs.pytorch.org/docs/stable/user_guide/torch_compiler/torch.compiler_fake_tensor.html):
-#   what they are made for.
-# - AMD, [Automatic mixed precision in PyTorch using AMD
-#   GPUs](https://rocm.blogs.amd.com/artificial-intelligence/automatic-mixed-precision/README.html), 2024:
-#   the source of `x @ y.T` and `x + y`.
+#   examples](https://docs.pytorch.org/docs/stable/notes/amp_examples.html): custom autograd functions.
