@@ -9,9 +9,8 @@
 # %% [markdown]
 # # Combine AMP with the rest of your training loop
 #
-# **What you'll do.** Add AMP to seven things that training loops do besides forward, backward and step.
-# In the training loops, comments mark the lines that AMP adds or changes. Then see what happens if you leave
-# such a line out.
+# **What you'll do.** Add AMP to seven things that training loops do besides forward, backward and step. Then see
+# what happens if you leave a line out.
 #
 # **What you'll learn.**
 # - two rules about scaled gradients, from which most recipes follow;
@@ -20,7 +19,7 @@
 #
 # **What you need.** [Notebook 02](02_autocast_dtypes.ipynb) for `torch.autocast` and [notebook
 # 03](03_grad_scaler_step_by_step.ipynb) for `GradScaler`. You need no GPU. Run the cells up to the first
-# recipe, then go to the one you need.
+# recipe, then go to the recipe that you need.
 #
 # | what the loop does | recipe |
 # |---|---|
@@ -52,7 +51,7 @@ torch.set_num_threads(1)  # the tensors here are too small to share among CPU co
 # %% [markdown]
 # ## The idea in five lines
 #
-# We want to clip a gradient of length 0.5 to a length of 0.1. Under AMP with fp16, `backward` gives us
+# We want to clip a gradient of length 0.5 to a length of 0.1. In fp16 with a `GradScaler`, `backward` gives us
 # this gradient multiplied by the loss scale, 65,536. Before you run this: does it matter whether we
 # divide by the scale before or after we clip?
 
@@ -66,15 +65,11 @@ assert math.isclose(divided_first.norm(), 0.1, rel_tol=1e-6)
 assert math.isclose(clipped_first.norm(), 0.1 / 65536, rel_tol=1e-6)
 
 # %% [markdown]
-# It matters. If we divide first, the gradient has the length 0.1 that we asked for. If we clip first, the
-# gradient is 65,536 times too short, so SGD hardly changes the weights, and no error is raised. Most recipes
-# follow from two rules:
+# If we clip first, the gradient is 65,536 times too short, so SGD hardly changes the weights. No error is raised.
+# Most recipes follow from two rules:
 #
-# - **Code that reads or changes gradients belongs after `unscale_`.**
+# - **Code that reads or changes gradients belongs after `unscale_`**, which divides them by the scale.
 # - **Code that computes gradients starts from `scaler.scale(…)`.**
-#
-# Code that reads only weights needs no change, if it runs outside of the autocast block: the weights
-# themselves stay in fp32. <!-- tests/notebooks/test_07_training_recipes.py -->
 #
 # ## The setting
 #
@@ -86,9 +81,8 @@ batches, new_model = problem.batches, problem.new_model
 assert [len(x) for x, _ in batches] == [16, 16, 16, 16, 8]
 
 # %% [markdown]
-# This is the AMP loop. Each line marked `# AMP` is new. If it replaces a line of the fp32 loop, the
-# comment shows what it replaces. The fp32 loops are in [`course/recipes.py`](course/recipes.py).
-# <!-- tests/notebooks/test_07_training_recipes.py -->
+# This is the AMP loop. The comment `# AMP` marks the lines that differ from the fp32 loop in
+# [`course/recipes.py`](course/recipes.py). <!-- tests/notebooks/test_07_training_recipes.py -->
 
 
 # %%
@@ -103,23 +97,21 @@ def train_amp(model, optimizer, scaler, dtype):
 
 
 # %% [markdown]
-# The scaler is for fp16. For bf16 we [disable](https://github.com/pytorch/pytorch/blob/main/torch/amp/grad_scaler.py)
-# it: then `scale` returns the loss unchanged, and `step` only calls `optimizer.step()`. So one training loop
-# works for fp16 and for bf16. Create its scaler with
-# `torch.amp.GradScaler(device.type, enabled=dtype is torch.float16)`.
+# The loop works for fp16 and for bf16. Create its scaler with
+# `torch.amp.GradScaler(device.type, enabled=dtype is torch.float16)`. For bf16 this scaler is
+# [disabled](https://github.com/pytorch/pytorch/blob/main/torch/amp/grad_scaler.py): `scale` returns the loss
+# unchanged, and `step` only calls `optimizer.step()`.
 #
 # ## How a recipe is checked
 #
 # `check_same` trains the same network with the fp32 loop, and with the AMP loop in fp16 and in bf16. Then it
-# compares how much each training changed the weights. The relative difference from fp32 must be below 1/512
-# in fp16 and below 1/64 in bf16. This is four times the rounding error of the format.
+# compares how much each training changed the weights:
 
 # %%
 problem.check_same(recipes.train_plain, train_amp)
 
 # %% [markdown]
-# The AMP loop changes the weights in nearly the same way as the fp32 loop. With the next helpers, we look at
-# single steps.
+# With the next helpers, we look at single steps.
 
 
 # %%
@@ -183,18 +175,17 @@ assert math.isclose(norms["backward"] / norms["unscale_"], 2**16, rel_tol=1e-6)
 assert math.isclose(norms["step"], MAX_NORM, rel_tol=1e-3)
 
 # %% [markdown]
-# After `backward` the gradient is 65,536 times too long. `unscale_` restores its true length, and
-# clipping shortens it to 0.1.
+# `unscale_` restores the gradient's true length, and clipping shortens it to 0.1.
 #
-# **If a gradient overflows**, the scaler skips the step in fp16. In bf16 nothing skips the step, so
-# weights become NaN. To get an error in bf16 instead, call `clip_grad_norm_` with
+# **If a gradient is infinite**, the scaler skips the step in fp16. In bf16 nothing skips the step, so clipping
+# makes weights NaN. To get an error in bf16 instead, call `clip_grad_norm_` with
 # `error_if_nonfinite=True`. <!-- tests/notebooks/test_07_training_recipes.py -->
 #
 # ## Accumulate gradients
 #
-# You need this if the batch that you want does not fit into memory. Instead, add up the gradients of a group
-# of small batches before one step. We weight each batch by its share of the samples, so the result is also
-# right if the last group is shorter. <!-- tests/notebooks/test_07_training_recipes.py -->
+# If a batch does not fit into memory, add up the gradients of a group of small batches before one step. We weight
+# each small batch by its share of the samples, because the last one may be shorter.
+# <!-- tests/notebooks/test_07_training_recipes.py -->
 #
 # Call `scale` for every batch. Call `step` and `update` only at the end of a group, because all gradients
 # in a sum must have the same scale. If you clip as well, call `unscale_` at the end of the group.
@@ -219,15 +210,13 @@ problem.check_same(recipes.accumulate_plain, accumulate_amp)
 # %% [markdown]
 # ## Penalise gradients
 #
-# You need this if the loss itself contains gradients.
+# A gradient penalty is a term of the loss that contains gradients.
 #
-# 1. Compute these *inner gradients* from the scaled loss, so that fewer of them underflow in fp16.
-# 2. [Unscale them by hand](https://docs.pytorch.org/docs/stable/notes/amp_examples.html#gradient-penalty),
-#    because `unscale_` changes only `.grad`.
-# 3. Compute the penalty under autocast, because it is part of the forward pass.
-#
-# If an inner gradient overflows in fp16, the loss overflows as well, and the scaler skips the step.
-# <!-- tests/notebooks/test_07_training_recipes.py -->
+# 1. Compute the gradients in the penalty (the *inner gradients*) from the scaled loss, so that fewer of them underflow in fp16.
+# 2. [Unscale the inner gradients by
+#    hand](https://docs.pytorch.org/docs/stable/notes/amp_examples.html#gradient-penalty), because `unscale_` changes
+#    only `.grad`.
+# 3. Compute the penalty under autocast, like the rest of the loss.
 
 
 # %%
@@ -250,16 +239,14 @@ def penalty_amp(model, optimizer, scaler, dtype):
 problem.check_same(recipes.penalty_plain, penalty_amp)
 
 # %% [markdown]
-# **Without the division by hand** every gradient in the penalty is 2^16 times too large in fp16, at the
-# initial loss scale. The penalty is a sum of their squares, so it is 2^32 times too large. <!-- tests/notebooks/test_07_training_recipes.py -->
+# **Without step 2** each inner gradient is 2^16 times too large in fp16, at the initial loss scale. The penalty
+# sums their squares, so it is 2^32 times too large. <!-- tests/notebooks/test_07_training_recipes.py -->
 #
 # ## Schedule the learning rate
 #
-# The fp32 loop calls `scheduler.step()` after every step.
-#
-# With AMP the scaler may skip a step, and the schedule should not count this step. `scaler.step` does not
-# report a skipped step, but the loss scale shows it: after a skipped step, [`scaler.update` lowers the
-# scale](https://github.com/pytorch/pytorch/blob/main/torch/amp/grad_scaler.py).
+# The fp32 loop calls `scheduler.step()` after every step. In fp16 the scaler may skip a step, and the schedule
+# should not count a skipped step. The loss scale shows which step was skipped: after such a step, [`scaler.update`
+# lowers the scale](https://github.com/pytorch/pytorch/blob/main/torch/amp/grad_scaler.py).
 
 
 # %%
@@ -285,7 +272,7 @@ problem.check_same(recipes.schedule_plain, schedule_amp)
 #
 # ## Checkpoint activations
 #
-# You need this if activations fill the memory. By default, a checkpointed part of the model [does not save
+# Checkpointing saves memory. By default, a checkpointed part of the model [does not save
 # its activations](https://docs.pytorch.org/docs/stable/checkpoint.html), but runs a second time in the
 # backward pass. Here we checkpoint the first two layers.
 
@@ -303,9 +290,8 @@ class Checkpointed(nn.Module):
 
 
 # %% [markdown]
-# AMP needs no change here. The second run happens outside of the autocast block, but `checkpoint` has
-# recorded the state of autocast and restores it. Here, checkpointing changes no bit of the weights in
-# fp16: <!-- tests/notebooks/test_07_training_recipes.py -->
+# AMP needs no change here, because `checkpoint` restores autocast for the second run. Here, the fp16 run gives the
+# same weights with and without checkpointing: <!-- tests/notebooks/test_07_training_recipes.py -->
 
 # %%
 problem.check_same(recipes.train_plain, train_amp, make_model=Checkpointed)
@@ -313,14 +299,8 @@ recomputed = problem.change(train_amp, torch.float16, make_model=Checkpointed)
 assert torch.equal(recomputed, problem.change(train_amp, torch.float16))
 
 # %% [markdown]
-# **Without `use_reentrant`** you get the older kind of checkpoint, and a warning. If its input needs no
-# gradient, such as a batch of data, the parameters inside get no gradient either. So the checkpointed part
-# never learns. If other layers follow that do learn, no error is raised.
-# <!-- tests/notebooks/test_07_training_recipes.py -->
-#
-# **A rare error** (torch 2.15): with its argument `context_fn`, `checkpoint` can save the results of the
-# matmuls. If two parts that are checkpointed in this way use the same trained linear layer, `backward` raises
-# `… not found in storage`. To prevent this error, pass `cache_enabled=False` to autocast.
+# **Without `use_reentrant=False`** you get an older kind of checkpoint in torch 2.15. If the input of the
+# checkpointed part needs no gradient (such as a batch of data), this part does not learn. There may be no error.
 # <!-- tests/notebooks/test_07_training_recipes.py -->
 #
 # ## Use several losses and optimizers
@@ -360,18 +340,14 @@ assert math.isclose(ratio, 2, rel_tol=1e-3)
 # With the early `update`, the gradients of the second optimizer were multiplied by 65,536, but divided by
 # 32,768.
 #
-# With `update` at the end, the scaler still decides for each optimizer alone: it can skip the step of the
-# first and not that of the second. To skip both, use one optimizer with two parameter groups.
-# <!-- tests/notebooks/test_07_training_recipes.py -->
-#
 # ## Load half precision weights
 #
 # By default, `load_state_dict` copies values *into* the parameters, which stay fp32. So a file of fp16 weights needs
 # no change. But with `assign=True` or after `.half()`, the parameters can be in 16 bits:
 #
-# - If they are fp16, the scaler refuses to unscale their gradients. (With a [fused
-#   optimizer](08c_scaler.ipynb#The-parameters-are-fp16), there may be no error.)
-# - If they are bf16, small updates are rounded away.
+# - If parameters are fp16, the scaler [can refuse](08c_scaler.ipynb#The-parameters-are-fp16) to unscale their
+#   gradients.
+# - If parameters are bf16, small updates can be rounded away.
 #
 # In both cases, call `model.float()` before you create the optimizer.
 # <!-- tests/notebooks/test_07_training_recipes.py -->
@@ -399,29 +375,24 @@ assert message == "Attempting to unscale FP16 gradients."
 # - **Average the weights (EMA).** AMP needs no change, because the weights are fp32. Keep the average in
 #   fp32 too: in 16 bits, its small updates may be rounded away.
 # - **Compile the model.** Call `torch.compile(model)` as without AMP. Use the same autocast settings in
-#   every call, also in evaluation, or PyTorch compiles the model again ([notebook
+#   every call, or PyTorch compiles the model again ([notebook
 #   18](18_inference_and_export.ipynb#What-torch.compile-changes)).
-# - **Evaluate during training.** Do not evaluate inside the autocast block of a training step. By
-#   default, the block keeps 16-bit copies of the weights, which are out of date after the optimizer step. Use
-#   a separate block.
+# - **Evaluate during training.** Evaluate in a separate autocast block. By default, the block of a training step
+#   keeps 16-bit copies of the weights, which are out of date after the optimizer step.
 #
 # ## Summary
-#
-# Code that computes gradients starts from `scaler.scale(…)`. Code that reads or changes gradients comes
-# after `unscale_`. <!-- tests/notebooks/test_07_training_recipes.py -->
 #
 # | recipe | what AMP adds | what goes wrong without it |
 # |---|---|---|
 # | [Clip](#Clip-gradients) | `scaler.unscale_(optimizer)` before clipping | fp16: SGD nearly stands still |
-# | [Accumulate](#Accumulate-gradients) | `scale` per batch; `step` and `update` per group; if you clip, `unscale_` per group | fp16: a second `unscale_` in a group raises an error |
-# | [Penalise](#Penalise-gradients) | scale the inner loss, divide its gradients by `get_scale()` | fp16: the penalty is 2^32 times too large at the initial scale |
+# | [Accumulate](#Accumulate-gradients) | `scale` per batch; `step`, `update` and (if you clip) `unscale_` per group | fp16: a second `unscale_` in a group raises an error |
+# | [Penalise](#Penalise-gradients) | scale the inner loss, divide its gradients by `get_scale()` | fp16: the penalty is far too large |
 # | [Schedule](#Schedule-the-learning-rate) | `scheduler.step()` only if the scale did not fall | skipped steps use up the schedule |
 # | [Checkpoint](#Checkpoint-activations) | nothing, but use `use_reentrant=False` | parameters may get no gradient |
 # | [Several](#Use-several-losses-and-optimizers) | one scaler, one `update` at the end | a step may be twice as long as it should be |
-# | [Load](#Load-half-precision-weights) | `model.float()` if parameters are fp16 or bf16 | fp16: an error (with a fused optimizer, perhaps none); bf16: small updates vanish |
+# | [Load](#Load-half-precision-weights) | `model.float()` if parameters are fp16 or bf16 | fp16: often an error; bf16: small updates can vanish |
 #
-# If your training still breaks, continue with [notebook 08](08_when_amp_breaks.ipynb), which starts from
-# the error message.
+# If your training still breaks, continue with [notebook 08](08_when_amp_breaks.ipynb).
 #
 # ## Exercises
 #
@@ -437,8 +408,8 @@ exercises = checks_of("07_training_recipes")
 # ### 1. How long is the clipped gradient?
 #
 # A loop clips to a norm of 0.5, but its author forgot `unscale_`. The loss scale is 1024. The true
-# gradient has a length of 6 in one batch, and of 0.0003 in another. Work out on paper the lengths of the
-# two gradients that the optimizer gets.
+# gradient has a length of 6 in one batch, and of 0.0003 in another. How long are the two gradients that the
+# optimizer gets?
 
 # %%
 lengths = ...  # a pair of numbers
@@ -459,8 +430,7 @@ exercises.check_lengths(lengths)
 # ```
 #
 # The first scaled gradient has a length of 6144. Clipping shortens it to 0.5, and `step` divides it by the
-# scale. The second has a length of 0.3072, so clipping does not change it. Large gradients should get a
-# length of 0.5, but they become far too short.
+# scale. The second has a length of 0.3072, so clipping does not change it.
 #
 # </details>
 #
@@ -504,7 +474,7 @@ exercises.check_group_step(group_step)
 # ### 3. Correct the schedule
 #
 # `end_of_step` should call `scheduler.step()`, but not after a skipped step. This version always calls
-# `scheduler.step()`. Find the mistake and write the correct function.
+# it. Write the correct function.
 #
 # ```python
 # def end_of_step(optimizer, scaler, scheduler):
@@ -526,7 +496,7 @@ exercises.check_end_of_step(end_of_step)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# Which call changes the scale? Note that the scale may also *rise*, after many good steps.
+# Which call changes the scale?
 #
 # </details>
 #
@@ -541,7 +511,7 @@ exercises.check_end_of_step(end_of_step)
 #         scheduler.step()
 # ```
 #
-# Only `update` changes the scale here, so read `before` before you call `update`.
+# `update` changes the scale, so read `before` first.
 #
 # </details>
 #
@@ -563,8 +533,7 @@ exercises.check_after_unscale(after_unscale)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# Ask two questions about each of the five things. Does it read or change gradients at all? Would the
-# result differ if the gradients were 65,536 times too large and were divided afterwards?
+# Would the result differ if the gradients were 65,536 times too large and were divided afterwards?
 #
 # </details>
 #
@@ -582,7 +551,6 @@ exercises.check_after_unscale(after_unscale)
 # ## Further reading
 #
 # - PyTorch, [Automatic Mixed Precision
-#   examples](https://docs.pytorch.org/docs/stable/notes/amp_examples.html): clipping, accumulation,
-#   gradient penalty, several losses, custom functions.
-# - PyTorch, [`torch.utils.checkpoint`](https://docs.pytorch.org/docs/stable/checkpoint.html): what
-#   it restores for the second run, and how the two kinds differ.
+#   examples](https://docs.pytorch.org/docs/stable/notes/amp_examples.html).
+# - PyTorch, [`torch.utils.checkpoint`](https://docs.pytorch.org/docs/stable/checkpoint.html): how the two kinds
+#   differ.
