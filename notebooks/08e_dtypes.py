@@ -9,10 +9,9 @@
 # %% [markdown]
 # # Repair dtypes that do not match
 #
-# **What you'll do.** Look up a failure by its error message, its symptom, or its code (such as `AMP0018`). The
-# code stands below the heading, and `amp-lab explain` prints it.
+# **What you'll do.** Look up a failure by its error message or its symptom.
 #
-# **What you'll learn.** You will be able to repair these failures:
+# **What you'll learn.** You will know how to repair these failures:
 # - [A half precision output leaves the block](#A-half-precision-output-leaves-the-block);
 # - [The model is in half precision but its input is
 #   fp32](#The-model-is-in-half-precision-but-its-input-is-fp32);
@@ -21,8 +20,8 @@
 # - [fp16 and bf16 are mixed in one model](#fp16-and-bf16-are-mixed-in-one-model);
 # - [The input is float64 or an integer](#The-input-is-float64-or-an-integer).
 #
-# **What you need.** You need no GPU. This notebook is a reference, so read only the section that you need.
-# For other failures, see the [index](08_when_amp_breaks.ipynb).
+# **What you need.** You need no GPU. Read only the section about your failure. For other failures, see the
+# [index](08_when_amp_breaks.ipynb).
 #
 # **The names of dtypes.** Here, *half precision* means fp16 or bf16. In the messages, `Half` is only fp16,
 # `Float` is fp32, `Double` is float64, `Long` is int64 and `Byte` is uint8.
@@ -104,8 +103,8 @@ def refusals(calls, *inputs):
 # words = "linear matmul bmm baddbmm einsum tensordot conv2d lerp huber_loss mse_loss bce criterion head"
 # -->
 #
-# **What you see.** An op after the autocast block raises one of these errors. In the first one, a layer names the
-# dtype of its input, and then that of its weights: <!-- tests/notebooks/test_08e_dtypes.py -->
+# **What you see.** An op after the autocast block raises one of these errors. In the first message, a layer
+# names the dtype of its input before that of its weights: <!-- tests/notebooks/test_08e_dtypes.py -->
 # - `mat1 and mat2 must have the same dtype, but got Half and Float`
 # - `expected scalar type Half but found Float`
 # - `Found dtype Float but expected Half`, raised by the backward pass of a loss
@@ -145,9 +144,6 @@ for dtype in HALF:
 #   model](#fp16-and-bf16-are-mixed-in-one-model).
 # - The message names `Double`, `Long` or `Byte`: [one tensor is float64 or an
 #   integer](#The-input-is-float64-or-an-integer).
-# - The message starts with `self and mat2`: the weight and the bias of a layer have different dtypes. In the
-#   autocast block, `addmm_` can raise this message too: use `addmm`, which returns a new tensor.
-#   <!-- tests/notebooks/test_08e_dtypes.py --> <!-- tests/remedies/test_dtype_remedies.py -->
 # - The traceback contains `user_fn`: [a custom autograd function fails in
 #   backward](#A-custom-autograd-function-fails-in-backward).
 #
@@ -167,8 +163,6 @@ weight, update = torch.tensor(1.0), 1e-4
 assert weight - update < 1
 assert weight.half() - update == 1  # a weight in fp16 loses the update
 
-# %% [markdown]
-# **Notice it earlier.** At the end of `forward`, convert the result to fp32 with `.float()`.
 
 # %% [markdown]
 # ## The model is in half precision but its input is fp32
@@ -226,16 +220,15 @@ for dtype in HALF:
 # **Why.** The weights are in half precision, but the input is in fp32. Without autocast, these layers do not
 # convert their input.
 #
-# If the input is in half precision too, look for an fp32 tensor inside the model, such as a table of positions.
-# If `+`, `torch.cat`, `torch.stack` or `torch.where` combines an fp32 tensor with a half-precision tensor, the
-# result is fp32. (Next to a tensor with dimensions, a single number without dimensions does not count.)
+# If the input is in half precision too, look for an fp32 tensor inside the model, such as a table of
+# positions: its sum with a half-precision tensor is in fp32.
 #
-# On a CPU in eager mode, `BatchNorm`, `LayerNorm` and `GroupNorm` in half precision can refuse an fp32 input
-# even inside an autocast block. <!-- tests/notebooks/test_08e_dtypes.py -->
+# On a CPU, a norm in half precision can refuse an fp32 input even inside an autocast block. <!--
+# tests/notebooks/test_08e_dtypes.py -->
 #
 # **The fix.** For inference, cast the input to the dtype of the weights:
-# `x.to(next(model.parameters()).dtype)`. For training, keep the weights in fp32 and use autocast. If `forward`
-# creates a tensor, give it the dtype and the device of the tensor that you combine it with.
+# `x.to(next(model.parameters()).dtype)`. For training, keep the weights in fp32 and use autocast. If
+# `forward` creates a tensor, give this tensor the dtype of its inputs.
 #
 # **Not this.** Do not cast integer ids and labels to half precision with the rest of the batch: fp16 rounds an
 # id of 2049 to 2048.
@@ -320,9 +313,8 @@ assert len(refusals([lambda write=write: filled(write) for write in WRITES])) ==
 # creates an fp32 tensor even under autocast, but the values are in half precision. Autocast does not cast the
 # inputs of an op that writes into an existing tensor.
 #
-# `masked_scatter`, `scatter` and `index_add` return a new tensor. They raise the error too, because
-# autocast has no rule for these three ops. The error also comes if `index_add_` writes an fp32 tensor into a
-# half-precision buffer. <!-- tests/notebooks/test_08e_dtypes.py -->
+# `masked_scatter`, `scatter` and `index_add` raise the error too, although they return a new tensor. <!--
+# tests/notebooks/test_08e_dtypes.py -->
 #
 # **The fix.** Cast the values `f` that you write into the buffer: `buffer[i] = f.to(buffer.dtype)`. Or create
 # the buffer in the dtype of the values, with `f.new_zeros(shape)`.
@@ -359,9 +351,8 @@ assert x.half().new_zeros(4, 2).dtype is torch.float16
 # -->
 #
 # **What you see.** `backward()` raises `expected scalar type Half but found Float`, or another message of
-# [the first section](#A-half-precision-output-leaves-the-block). The traceback contains the line
-# [`return user_fn(self, *args)`](https://github.com/pytorch/pytorch/blob/main/torch/autograd/function.py). Below
-# this line stands a `backward` method that you or a library wrote.
+# [the first section](#A-half-precision-output-leaves-the-block). The traceback contains the line [`return
+# user_fn(self, *args)`](https://github.com/pytorch/pytorch/blob/main/torch/autograd/function.py).
 #
 # **A small program that shows it.** We write a batched matmul as an `autograd.Function`.
 
@@ -392,13 +383,13 @@ print(message)
 assert "expected scalar type Half but found Float" in message
 
 # %% [markdown]
-# **Why.** The custom `forward` runs inside the autocast block, but `backward` runs outside, where autocast does
-# not cast. So an op in `backward` gets an fp16 gradient and an fp32 tensor that `forward` saved. Or you
-# decorated only `backward` (`_fwd_used_autocast`).
+# **Why.** The custom `forward` runs inside the autocast block, but `backward` runs outside, where autocast
+# does not cast. So an op in `backward` gets an fp16 gradient and an fp32 tensor that `forward` saved. If you
+# decorate only `backward`, the message names `_fwd_used_autocast`.
 #
 # **The fix.** Decorate `forward` with `torch.amp.custom_fwd(device_type="cuda")` and `backward` with
-# `torch.amp.custom_bwd(device_type="cuda")`. For a kernel that supports only fp32, or that autocast does not
-# cast for (Triton), pass `cast_inputs=torch.float32` to `custom_fwd`, and let `forward` [return
+# `torch.amp.custom_bwd(device_type="cuda")`. For a kernel that autocast does not cast for, such as one in
+# Triton, pass `cast_inputs=torch.float32` to `custom_fwd`, and let `forward` [return
 # fp32](02_autocast_dtypes.ipynb#Your-own-autograd-functions).
 
 
@@ -415,14 +406,10 @@ for options in ({}, {"cast_inputs": torch.float32}):
     assert torch.equal(backward_through(decorated(**options)), torch.full((1, 2, 2), 2.0))
 
 # %% [markdown]
-# There are two related cases:
-# - **You write activation checkpointing yourself**, and store only whether autocast was on. Then a backward pass
-#   after the block recomputes the layers in autocast's default dtype (fp16 on CUDA, bf16 on a CPU), and the
-#   gradients can be worse. Store `torch.get_autocast_dtype(device_type)` too, or use
-#   `torch.utils.checkpoint.checkpoint(…, use_reentrant=False)`. <!-- tests/remedies/test_migrate_remedies.py -->
-# - **You define an op with `torch.library`.** Autocast has no rule for it, so it does not cast its inputs. Cast
-#   them yourself, or register a dtype with `torch.library.register_autocast`.
-#   <!-- tests/notebooks/test_08e_dtypes.py -->
+# Your own activation checkpointing has a similar problem: if it stores only whether autocast was on,
+# `backward()` recomputes the layers in autocast's default dtype, which is fp16 on CUDA. Use
+# `torch.utils.checkpoint.checkpoint(…, use_reentrant=False)` instead. <!--
+# tests/remedies/test_migrate_remedies.py -->
 
 
 # %% [markdown]
@@ -492,15 +479,13 @@ assert "mat1 and mat2 must have the same dtype, but got BFloat16 and Half" in me
 assert "Unexpected floating ScalarType in at::autocast::prioritize" in messages[1]
 
 # %% [markdown]
-# **Why.** An op gets an fp16 tensor and a bf16 tensor, or it gets bf16 tensors in an fp16 autocast block (or the
-# reverse). If the weights are in fp32, look for nested blocks, one in fp16 and one in bf16: they share a cache of
-# cast weights.
-#
-# In our second program, the inner block casts the input to bf16 but takes an fp16 weight from the cache.
+# **Why.** An op gets an fp16 tensor and a bf16 tensor, or it gets bf16 tensors in an fp16 autocast block (or
+# the reverse). If the weights are in fp32, look for nested blocks, one in fp16 and one in bf16: they share a
+# cache of cast weights, so the inner block uses the weights of the outer block.
 #
 # The message with `prioritize` comes from an op that autocast runs in the widest dtype of its inputs
-# ([notebook 02](02_autocast_dtypes.ipynb)), such as `cat` on a CPU or `addcmul` on CUDA. In an fp16 block, such
-# an op refuses a bf16 tensor, unless an fp32 tensor precedes it. <!-- tests/notebooks/test_08e_dtypes.py -->
+# ([notebook 02](02_autocast_dtypes.ipynb)), such as `cat` on a CPU. <!-- tests/notebooks/test_08e_dtypes.py
+# -->
 #
 # **The fix.** Use either fp16 or bf16 everywhere: for half-precision weights, for the inputs and for the
 # autocast block. If you nest an fp16 and a bf16 block on purpose, open the inner block with
@@ -572,7 +557,7 @@ assert torch.tensor(1e5).bfloat16().half() == torch.inf  # why not to convert bf
 # - `expected scalar type Double but found Float`
 # - `mixed dtype (CPU): all inputs must share same datatype.`, raised by a norm on a CPU
 # - `expected target dtype to be Long or Byte, but got Float`, raised by `cross_entropy` on a CPU if the class
-#   targets are floats (in torch 2.11: `expected scalar type Long but found Float`)
+#   targets are floats
 #
 # **A small program that shows it.** We pass float64, int64 and uint8 arrays to layers and to a loss. Then
 # we pass float targets to `cross_entropy`, and a float64 input to a layer under autocast.
@@ -606,8 +591,6 @@ with torch.autocast("cpu", dtype=torch.bfloat16):
     assert nn.Linear(2, 2).double()(x.double()).dtype is torch.float64  # autocast does not cast
 
 # %% [markdown]
-# **Notice it earlier.** Check the dtype of one batch of inputs: `assert batch.dtype is torch.float32`.
-#
 # ## Further reading
 #
 # - [Autocast op reference](https://docs.pytorch.org/docs/stable/amp.html#autocast-op-reference) of PyTorch.
