@@ -10,18 +10,16 @@
 # # Train with AMP on several devices
 #
 # **What you'll do.** Run a plain training loop in several processes, first with
-# `DistributedDataParallel` (DDP), then with FSDP2 (`fully_shard`). Comments mark the changed lines. Then
-# count how many bytes each process sends in each dtype, and how many bytes it holds.
+# `DistributedDataParallel` (DDP), then with FSDP2 (`fully_shard`). Then count how many bytes each process sends
+# in each dtype, and how many bytes it holds.
 #
 # **What you'll learn.**
 # - why the losses agree with those of one process, and how closely;
 # - which precision choices are new: the dtypes in which weights and gradients are sent;
-# - how all processes agree on the loss scale, and when they do not;
-# - (optional) how to save and resume a sharded model.
+# - how all processes agree on the loss scale, and when they do not.
 #
 # **What you need.** [Notebook 02](02_autocast_dtypes.ipynb) for autocast and [notebook
-# 03](03_grad_scaler_step_by_step.ipynb) for the scaler. You need no GPU. On a CPU the processes share its
-# cores, so we count what they send and hold, and do not time them.
+# 03](03_grad_scaler_step_by_step.ipynb) for the scaler. You need no GPU.
 
 # %% tags=["nbval-ignore-output"]
 import os
@@ -72,9 +70,9 @@ assert off[torch.float32, 64] < 1e-6
 assert 1e-3 < off[torch.bfloat16, 2] < off[torch.bfloat16, 64]
 
 # %% [markdown]
-# In fp32, our average over equal parts equals the gradient of the whole batch up to rounding. In bf16, each
-# addition rounds the sum, and here the error is larger with 64 ranks than with 2. So with several devices, you also
-# choose the dtype in which gradients are sent and added up.
+# In fp32, the average equals the gradient of the whole batch up to rounding. In bf16, each addition rounds the sum,
+# and here the error is larger with 64 ranks than with 2. So with several devices, you also choose the dtype in which
+# gradients are sent and added up.
 #
 # ## One process
 #
@@ -95,8 +93,8 @@ assert config["batch"] % counts[-1] == 0
 parameters = sum(p.numel() for p in new_model(config).parameters())
 
 # %% [markdown]
-# This is the plain loop. It trains for one epoch, in fp32 or with bf16 autocast. It returns the loss of
-# every step, and the bytes of weights, gradients and optimizer state at the end.
+# The plain loop trains for one epoch. It returns the loss of every step, and the bytes of weights, gradients and
+# optimizer state at the end.
 
 
 # %%
@@ -129,10 +127,9 @@ for name, dtype in PRECISIONS.items():
 # ## Divide the batch
 #
 # With n processes, each rank takes an n-th of every batch, and the ranks average their gradients.
-# `DistributedSampler` decides which samples a rank gets. In our single epoch, it shuffles like the `RandomSampler`
-# of the plain loop, because the seeds are the same. Rank r starts at sample r and takes every n-th sample. So in
-# each step, the ranks together get the batch of a single process. Before each further epoch, call
-# `sampler.set_epoch(epoch)`, or the order stays the same. <!-- tests/notebooks/test_11_scale_out.py -->
+# `DistributedSampler` gives each rank its samples. With our seeds, the ranks together get the same batches as the
+# plain loop. Before each further epoch, call `sampler.set_epoch(epoch)`, or the order stays the same.
+# <!-- tests/notebooks/test_11_scale_out.py -->
 #
 # [`torchrun`](https://docs.pytorch.org/docs/stable/elastic/run.html) starts n copies of one script. Each
 # copy first joins the *process group*, in which the ranks exchange data.
@@ -151,17 +148,17 @@ def join(device_type):
 
 
 # %% [markdown]
-# In this notebook, `run_workers` writes our functions into such a script and starts it under torchrun.
-# <!-- tests/course/test_processes.py -->
+# Below, `run_workers` starts our functions under torchrun. <!-- tests/course/test_processes.py -->
 #
 # ## DDP
 #
-# With [DDP](https://docs.pytorch.org/docs/stable/notes/ddp.html), every rank has the whole model. By
-# default, DDP averages the gradients over all ranks during `backward`. <!-- tests/notebooks/test_11_scale_out.py -->
+# With [DDP](https://docs.pytorch.org/docs/stable/notes/ddp.html), every rank has the whole model. During `backward`,
+# DDP averages the gradients with an *all-reduce*: every rank gets the sum over all ranks.
+# <!-- tests/notebooks/test_11_scale_out.py -->
 #
 # Our gradients are fp32, so DDP sends them in fp32. A [communication
-# hook](https://docs.pytorch.org/docs/stable/ddp_comm_hooks.html) can cast them first. Our `bf16_hook`
-# calls PyTorch's hook for bf16.
+# hook](https://docs.pytorch.org/docs/stable/ddp_comm_hooks.html) can cast them first, here to bf16.
+# Comments mark the lines that differ from the plain loop.
 
 
 # %%
@@ -201,24 +198,21 @@ def train_ddp(config, data, dtype, device, sums_in=torch.float32):
 # %% [markdown]
 # ## FSDP2
 #
-# [FSDP2](https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html) divides the model. It cuts
-# each parameter of our model into n *shards*. Each rank holds one shard of the weight, of its gradient and
-# of the optimizer state. To compute an encoder layer, FSDP2 gathers the shards of the layer's weights
-# from all ranks: once for the forward pass, and again for the backward pass. Then it averages the gradients, and
-# each rank keeps its shard of the average.
+# [FSDP2](https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html) divides the model. Each rank holds
+# one *shard* of each weight, of its gradient and of its optimizer state. In a training step, FSDP2 sends this for each
+# encoder layer:
 #
-# You choose the precision with a
-# [`MixedPrecisionPolicy`](https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html):
+# | when | what FSDP2 sends | dtype |
+# |---|---|---|
+# | before the layer's forward pass | *all-gather*: every rank gets the shards of all weights | `param_dtype` |
+# | before the layer's backward pass | the same all-gather again | `param_dtype` |
+# | after the layer's backward pass | *reduce-scatter*: every rank gets its shard of the averaged gradients | `reduce_dtype` |
+# | in the optimizer step | nothing: every rank updates its shards | |
 #
-# - `param_dtype`: FSDP2 casts the weights to this dtype *before* it sends them, and by default the layers
-#   compute in this dtype. The shards keep their dtype, here fp32.
-# - `reduce_dtype`: FSDP2 sends and sums the gradients in this dtype.
-# - `output_dtype`: FSDP2 [casts the module's
-#   output](https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html) to this dtype. Set it to
-#   fp32 in the policy of the outermost module, so that the loss is computed in fp32.
-#
-# Autocast chooses a dtype for each *op*. The policy chooses a dtype for each wrapped *module*, so with a
-# bf16 policy our norms run in bf16 too. <!-- tests/tracing/test_sharding.py -->
+# You choose the dtypes with a
+# [`MixedPrecisionPolicy`](https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html). The shards keep
+# their dtype, here fp32. The layers compute in `param_dtype`, here the norms too. For the outermost module, set
+# `output_dtype` to fp32, so that the loss is computed in fp32. <!-- tests/tracing/test_sharding.py -->
 
 
 # %%
@@ -255,16 +249,11 @@ def train_fsdp(config, data, dtype, device, sums_in=torch.float32):
 # ## Try six set-ups
 #
 # Each set-up names the engine (DDP or FSDP2), the dtype of autocast or `param_dtype`, and the dtype in
-# which gradients are summed. Ranks exchange data through calls named
-# [*collectives*](https://docs.pytorch.org/docs/stable/distributed.html#collective-functions):
+# which gradients are summed.
 #
-# - DDP: with *all-reduce*, every rank gets the sum of all ranks' gradients.
-# - FSDP2: with *all-gather*, every rank gets the shards of all weights. With *reduce-scatter*, it gets its shard of
-#   the sum of the gradients.
-#
-# `count_communication` records these calls, and computes from their sizes how many bytes a rank sends. It assumes
-# that the ranks form a ring, in which each rank sends to the next. An all-gather or a reduce-scatter then sends half
-# as many bytes as an all-reduce of the same tensor. <!-- tests/parallel/test_collectives.py -->
+# `count_communication` computes how many bytes a rank sends if the ranks form a ring, in which each rank sends to the
+# next. An all-gather or a reduce-scatter then sends half as many bytes as an all-reduce of the same tensor.
+# <!-- tests/parallel/test_collectives.py -->
 
 
 # %%
@@ -313,8 +302,7 @@ for n in counts[1:]:
         assert difference < TOLERANCES[compute]
 
 # %% [markdown]
-# All set-ups have nearly the same losses as one process. In fp32 they are far closer than in bf16. In
-# bf16 the assert allows 2^-6, four times the largest error of rounding one number.
+# All set-ups have nearly the same losses as one process, and in fp32 they are far closer than in bf16.
 #
 # **If you keep the global batch (of all ranks), you can keep the learning rate.** But a model with plain
 # batch norm has other training losses, because each rank normalises over only its part of the batch.
@@ -338,18 +326,16 @@ _ = figures.sent_bytes(bars, most)
 # %% [markdown]
 # Each bar shows the bytes that a rank sends in a step. The next cell checks these ratios:
 #
-# - **Autocast** does not change what DDP sends, because fp32 weights have fp32 gradients.
-# - A bf16 **hook** halves the bytes.
-# - FSDP2 in **fp32** sends nearly 1.5 times as much as DDP. For each encoder layer, it sends two all-gathers and one
-#   reduce-scatter, each half as large as DDP's all-reduce. The few other weights are not freed after the forward
-#   pass, so they need only [one
-#   all-gather](https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html).
-# - FSDP2 with **`param_dtype=bf16`** sends about as much as DDP, because its two all-gathers are half as large in bf16
-#   as in fp32.
-# - With **`reduce_dtype=bf16`**, FSDP2 sends less again, because the bytes of the gradients halve.
+# | set-up | compared with DDP in fp32 | why |
+# |---|---|---|
+# | DDP, autocast bf16 | the same | fp32 weights have fp32 gradients |
+# | DDP, bf16 hook | half | gradients in bf16 |
+# | FSDP2, fp32 | nearly 1.5 times | two all-gathers and a reduce-scatter, each half an all-reduce |
+# | FSDP2, bf16, reduce in fp32 | about the same | the all-gathers are in bf16 |
+# | FSDP2, bf16, reduce in bf16 | about three quarters | the reduce-scatter is in bf16 too |
 #
-# [The first cell](#The-idea-in-five-lines) showed that a sum in bf16 lost more precision with more ranks. So
-# send weights in bf16, and sum gradients in fp32.
+# In [the first cell](#The-idea-in-five-lines), a sum in bf16 lost more precision with more ranks. So
+# **send weights in bf16, and sum gradients in fp32**.
 
 # %%
 sent = {name: sum(size for *_, size in parts) for name, parts in bars.items()}
@@ -370,11 +356,10 @@ assert fsdp_bytes == 16 / most
 #
 # ## One decision about the loss scale
 #
-# With fp16, every rank has its own `GradScaler`, which decides whether to skip the step. If the scalers
-# decide differently with DDP, the ranks train different models from then on. Do they decide alike? We put infinities
-# on rank 1 only, either into its batch or into one of its gradients. We change the gradient after the ranks have
-# averaged the gradients, so the average cannot spread the infinities. We do both with DDP and with FSDP2. Before you
-# run this: in which of the four cases does rank 0 *not* skip?
+# With fp16, every rank has its own `GradScaler`, which decides whether to skip the step. If one rank of DDP skips and
+# another does not, the ranks train different models from then on. We put infinities on rank 1 only: into its batch,
+# or into one of its gradients after the average. Before you run this: in which case does rank 0 *not* skip, although
+# rank 1 does?
 
 
 # %%
@@ -399,18 +384,15 @@ assert decided[0]["FSDP2", "gradient"][1] == [("all_reduce", 1)]  # what `unscal
 assert decided[0]["DDP", "gradient"][1] == []
 
 # %% [markdown]
-# Rank 0 does not skip in one case only: DDP, with infinities in a gradient after the average.
+# Rank 0 does not skip with DDP if the gradient overflows after the average.
 #
-# - **DDP:** the overflow from one rank's batch reaches all ranks through the average, so the scalers agree.
-# - **FSDP2:** each rank has a different shard of the gradients. With such shards, `unscale_` itself tells all ranks
-#   whether any gradient has overflowed.
+# - **DDP:** the average brings an overflow in one rank's batch to all ranks, so all scalers skip.
+# - **FSDP2:** `unscale_` tells all ranks whether any gradient has overflowed.
 #
 # So if the overflow comes from a batch, a plain `GradScaler` is enough with both engines.
 #
 # If you average gradients yourself, **average them before `unscale_`**, which looks for overflows. Otherwise only the
-# rank with the overflow finds it and skips its step. The other ranks then step with an average that contains the
-# overflow.
-# <!-- tests/notebooks/test_exercises.py -->
+# rank with the overflow skips its step. <!-- tests/notebooks/test_exercises.py -->
 #
 # ## On your own hardware
 #
@@ -418,88 +400,25 @@ assert decided[0]["DDP", "gradient"][1] == []
 # `amp-lab xray … --parallel fsdp`, which lists the dtypes of the parameters.
 # <!-- tests/cli/test_tracing_commands.py -->
 #
-# ## Save on four, resume on two (optional)
-#
-# You can load a sharded checkpoint in a different number of processes. By default,
-# [`torch.distributed.checkpoint`](https://docs.pytorch.org/docs/stable/distributed.checkpoint.html) writes
-# a folder with a file from each rank. To load it, get the current tensors of this rank with
-# `get_state_dict`. `dcp.load` overwrites these tensors with the saved values. Then `set_state_dict` gives the tensors
-# to the model.
-# <!-- tests/notebooks/test_11_scale_out.py -->
-
-
-# %%
-import tempfile
-
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-
-
-def trained(config, x, y, steps):
-    """A sharded model and its optimizer, trained for some steps."""
-    model = new_model(config).to(x.device)
-    shard(model, torch.float32, torch.float32)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=config["lr"])
-    for _ in range(steps):
-        optimizer.zero_grad()
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
-    return model, optimizer
-
-
-# %%
-def save_or_load(config, folder, saves, device_type):
-    """Save after three steps, or load after one; return the loss before and after."""
-    device, data = join(device_type), digits_by_row()
-    x, y = (t.to(device) for t in data[:])
-    model, optimizer = trained(config, x, y, steps=3 if saves else 1)
-    before = F.cross_entropy(model(x), y).item()
-    model_state, optim_state = get_state_dict(model, optimizer)
-    state = {"model": model_state, "optimizer": optim_state}
-    if saves:
-        dcp.save(state, checkpoint_id=folder)
-    else:
-        dcp.load(state, checkpoint_id=folder)
-        set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optim_state)
-    after = F.cross_entropy(model(x), y).item()
-    dist.destroy_process_group()
-    return before, after
-
-
-# %%
-found = {}
-with tempfile.TemporaryDirectory() as folder:
-    needed = join, shard, trained
-    given = {"config": config, "folder": folder, "device_type": where}
-    for n, saves in ((most, True), (counts[1], False)):
-        ranks = run_workers(save_or_load, *needed, processes=n, saves=saves, **given)
-        before, found[saves] = ranks[0]
-        print(f"{n} processes: loss {before:.4f} before, {found[saves]:.4f} after")
-assert abs(found[False] - found[True]) < TOLERANCES["fp32"] * found[True]
-assert abs(before - found[False]) > 0.1  # it had a different model before
-
-# %% [markdown]
-# After loading, the two processes have the loss of the saved model, up to rounding. With fp16, also save the
-# scaler's `state_dict()`, and load it on every rank. <!-- tests/notebooks/test_11_scale_out.py -->
+# A sharded model can be saved on four ranks and resumed on two, with
+# [`torch.distributed.checkpoint`](https://docs.pytorch.org/tutorials/recipes/distributed_checkpoint_recipe.html). With
+# fp16, also save the scaler's `state_dict()`, and load it on every rank. <!-- tests/notebooks/test_11_scale_out.py -->
 #
 # ## Summary
 #
 # - With the same global batch, DDP and FSDP2 trained our model like one process, up to rounding.
-# - DDP by default sends the gradients of fp32 weights in fp32, with or without autocast. A communication hook can
-#   cast them. FSDP2 gathers weights in `param_dtype` and sums gradients in `reduce_dtype`.
-# - FSDP2 divides weights, gradients and optimizer state among the ranks.
-# - In the first cell, a sum of gradients in bf16 lost more precision with more ranks. So reduce in fp32.
+# - DDP sends the gradients of fp32 weights in fp32, with or without autocast. A communication hook can cast them.
+# - FSDP2 divides weights, gradients and optimizer state among the ranks. It gathers weights in `param_dtype` and sums
+#   gradients in `reduce_dtype`. Sum in fp32.
 # - The scalers of all ranks must decide alike. If you average gradients yourself, average them before
 #   `unscale_`.
-# - A checkpoint of `torch.distributed.checkpoint` can be loaded by a different number of ranks.
 #
 # Next: [notebook 12](12_keras.ipynb) does mixed precision in Keras.
 #
 # ## Exercises
 #
 # Replace the dots with your answer and run the cell to check it. A hint and a solution are folded below
-# each exercise. None of them starts a process.
-# <!-- tests/notebooks/test_exercises.py -->
+# each exercise. <!-- tests/notebooks/test_exercises.py -->
 
 # %%
 from course.exercises import checks_of
@@ -597,9 +516,6 @@ exercises.check_one_step(one_step)
 #     scaler.update()
 # ```
 #
-# The average comes first, so that the scaler of every rank sees the same gradients. `unscale_` comes
-# before clipping, as with one process.
-#
 # </details>
 #
 # ### 4. Average the loss over unequal parts
@@ -630,18 +546,10 @@ exercises.check_loss_of_all(loss_of_all)
 #     return sum(sums) / sum(samples)
 # ```
 #
-# Training with DDP and a mean loss has the same problem if the ranks have batches of different sizes, because
-# DDP by default [takes the mean](https://docs.pytorch.org/docs/stable/notes/ddp.html) of all ranks' gradients.
-#
 # </details>
 #
 # ## Further reading
 #
-# - PyTorch, [Distributed Data Parallel](https://docs.pytorch.org/docs/stable/notes/ddp.html): how the
-#   reducer works, and its [communication
-#   hooks](https://docs.pytorch.org/docs/stable/ddp_comm_hooks.html).
-# - PyTorch, [`fully_shard`](https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html):
-#   FSDP2 and `MixedPrecisionPolicy`.
 # - S. Rajbhandari et al., [ZeRO: memory optimizations toward training trillion parameter
 #   models](https://arxiv.org/abs/1910.02054), 2019: dividing weights, gradients and optimizer state.
 # - P. Patarasuk and X. Yuan, [Bandwidth optimal all-reduce
