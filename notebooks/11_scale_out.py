@@ -153,7 +153,7 @@ def join(device_type):
 # ## DDP
 #
 # With [DDP](https://docs.pytorch.org/docs/stable/notes/ddp.html), every rank has the whole model. During `backward`,
-# DDP averages the gradients with an *all-reduce*: every rank gets the sum over all ranks.
+# DDP averages the gradients with an *all-reduce*, which gives every rank the same result.
 # <!-- tests/notebooks/test_11_scale_out.py -->
 #
 # Our gradients are fp32, so DDP sends them in fp32. A [communication
@@ -204,7 +204,7 @@ def train_ddp(config, data, dtype, device, sums_in=torch.float32):
 #
 # | when | what FSDP2 sends | dtype |
 # |---|---|---|
-# | before the layer's forward pass | *all-gather*: every rank gets the shards of all weights | `param_dtype` |
+# | before the layer's forward pass | *all-gather*: every rank gets all shards of the layer's weights | `param_dtype` |
 # | before the layer's backward pass | the same all-gather again | `param_dtype` |
 # | after the layer's backward pass | *reduce-scatter*: every rank gets its shard of the averaged gradients | `reduce_dtype` |
 # | in the optimizer step | nothing: every rank updates its shards | |
@@ -249,7 +249,7 @@ def train_fsdp(config, data, dtype, device, sums_in=torch.float32):
 # ## Try six set-ups
 #
 # Each set-up names the engine (DDP or FSDP2), the dtype of autocast or `param_dtype`, and the dtype in
-# which gradients are summed.
+# which gradients are summed. <!-- code -->
 #
 # `count_communication` computes how many bytes a rank sends if the ranks form a ring, in which each rank sends to the
 # next. An all-gather or a reduce-scatter then sends half as many bytes as an all-reduce of the same tensor.
@@ -330,9 +330,9 @@ _ = figures.sent_bytes(bars, most)
 # |---|---|---|
 # | DDP, autocast bf16 | the same | fp32 weights have fp32 gradients |
 # | DDP, bf16 hook | half | gradients in bf16 |
-# | FSDP2, fp32 | nearly 1.5 times | two all-gathers and a reduce-scatter, each half an all-reduce |
-# | FSDP2, bf16, reduce in fp32 | about the same | the all-gathers are in bf16 |
-# | FSDP2, bf16, reduce in bf16 | about three quarters | the reduce-scatter is in bf16 too |
+# | FSDP2, fp32 | nearly 1.5 times | two all-gathers and a reduce-scatter, each half of an all-reduce |
+# | FSDP2, bf16, reduce in fp32 | about the same | bf16 halves the two all-gathers |
+# | FSDP2, bf16, reduce in bf16 | about three quarters | bf16 halves the reduce-scatter too |
 #
 # In [the first cell](#The-idea-in-five-lines), a sum in bf16 lost more precision with more ranks. So
 # **send weights in bf16, and sum gradients in fp32**.
