@@ -10,19 +10,17 @@
 # # Train in FP32 and with AMP, and measure both
 #
 # **What you'll do.** Train one network on one picture, first in plain FP32 and then with automatic mixed
-# precision (AMP). Compare the losses, the time of a training step and the memory that it needs.
+# precision (AMP). Compare the loss, the time and the memory of a training step.
 #
 # **What you'll learn.**
 # - which lines of a training loop AMP changes, and which stay the same;
 # - how the spread between seeds tells you whether reduced precision costs accuracy;
 # - how to measure time and memory, and which mistakes make the numbers misleading.
 #
-# **What you need.** [Notebook 02](02_autocast_dtypes.ipynb) introduces `torch.autocast`, [notebook
-# 03](03_grad_scaler_step_by_step.ipynb) introduces `GradScaler`. You need no GPU. On a GPU the notebook
-# by default trains on the full-size problem. <!-- tests/core/test_device.py -->
+# **What you need.** [Notebook 02](02_autocast_dtypes.ipynb), for `torch.autocast`, and [notebook
+# 03](03_grad_scaler_step_by_step.ipynb), for `GradScaler`. You need no GPU.
 
 # %% tags=["nbval-ignore-output"]
-import time
 from functools import partial
 
 import torch
@@ -33,7 +31,6 @@ from course.measuring import flops_of, is_possible, saved_bytes
 
 from amp_lab import Precision, compare, describe_device, measure
 from amp_lab.bench import ConvModel, quantized_sine
-from amp_lab.core.timing import Rounds
 
 device, scale = start()  # AMP_LAB_DEVICE and AMP_LAB_SCALE override the choice
 figures.use_style()
@@ -57,8 +54,7 @@ assert layer.weight.dtype is gradient.dtype is torch.float32
 
 # %% [markdown]
 # Only the output is in bf16. It takes half the memory, and the matmul that computes it can be [much
-# faster](https://docs.pytorch.org/docs/stable/amp.html) in 16 bits. The weight and its gradient stay in
-# fp32. So we expect AMP to save time and memory, and to reach the same loss.
+# faster](https://docs.pytorch.org/docs/stable/amp.html) in 16 bits. So we expect AMP to save time and memory.
 #
 # ## The problem: a picture, from its coordinates
 #
@@ -83,7 +79,7 @@ inputs, target = quantized_sine(config["size"], device)  # (1, 2, H, W), (1, 1, 
 assert target.unique().numel() == 4
 
 # %% [markdown]
-# The convolutions of the network have 1x1 kernels, so each is a matmul over the channels of every pixel.
+# The convolutions of the network have 1x1 kernels, so each is a matmul.
 # <!-- tests/notebooks/test_05_cifar10_mobilenet.py -->
 
 # %%
@@ -131,12 +127,12 @@ def step_amp(model, optimizer, scaler, dtype):
 
 
 # %% [markdown]
-# A run needs a network, an optimizer and, for AMP, one scaler. We enable the scaler for fp16 only.
+# Each run creates one scaler, which is enabled for fp16 only.
 #
 # By default, PyTorch lets a recent NVIDIA GPU [run fp32 convolutions in
 # TF32](https://docs.pytorch.org/docs/stable/notes/cuda.html#tensorfloat-32-tf32-on-ampere-and-later-devices).
-# Our baseline is plain FP32, so we run each step in a block of `float32_mode`. The block turns TF32 off for
-# `Precision.FP32`, and on for `Precision.TF32`. <!-- tests/core/test_precision.py -->
+# Our baseline is plain FP32, so `float32_mode` turns TF32 off for this baseline.
+# <!-- tests/core/test_precision.py -->
 
 
 # %%
@@ -162,8 +158,7 @@ with Precision.FP32.float32_mode("cpu"):
 
 # %% [markdown]
 # Which precisions are faster than FP32 on this device? `describe_device` times a matmul in each precision. We
-# compare FP32 with the precisions that it reports as accelerated, or with bf16 if there is none. If the machine
-# is too busy for reliable times, `describe_device` chooses by the kind of CPU or GPU instead.
+# compare FP32 with the precisions that are faster, or with bf16 if there is none.
 # <!-- tests/core/test_device.py -->
 
 # %% tags=["nbval-ignore-output"]
@@ -196,8 +191,8 @@ for loss in losses.values():  # (seeds, epochs)
     assert (loss[:, -1] < 0.1 * loss[:, 0]).all()  # every loss fell by more than 90 %
 
 # %% [markdown]
-# Each line is the mean loss of the three seeds, on a logarithmic axis. The band around a line reaches from
-# the lowest loss to the highest. On our two CPU cores the two lines nearly coincide.
+# Each line is the mean loss of the three seeds. The band around a line reaches from the lowest loss to the
+# highest. Here the two lines nearly coincide.
 #
 # To put a number on the difference, we average the loss of each run over the last ten epochs:
 
@@ -211,11 +206,10 @@ for precision, loss in final.items():
 print(f"the seeds of fp32 differ by up to {(fp32_final.max() - fp32_final.min()).item():.5f}")
 
 # %% [markdown]
-# Here the means of fp32 and bf16 differ by less than the seeds of fp32 do, so we see no loss of accuracy.
-# A difference that is smaller than the spread may be chance. The third exercise can measure it more precisely,
-# by subtracting the losses seed by seed.
+# Here the means of fp32 and bf16 differ by less than the seeds of fp32 do. Such a small difference may be
+# chance, so we see no loss of accuracy.
 #
-# We plot the picture that each network predicts. We use the networks trained with the first seed:
+# We plot the pictures that the networks of the first seed predict:
 
 
 # %% tags=["nbval-ignore-output"]
@@ -233,23 +227,21 @@ for picture in pictures.values():
     assert close.float().mean() > 0.6
 
 # %% [markdown]
-# Here all networks draw the diamonds in the right places, but blur their edges.
+# Here both networks draw the diamonds in the right places, but blur their edges.
 #
 # ## Time of a training step
 #
 # Next we measure how long a training step takes. `compare` times functions against each other:
 #
-# - **Rounds.** After a warm-up, every function has one turn in each round. Before and after each turn,
-#   `compare` waits until the device has finished. Every second round runs in reverse order, so that a
-#   machine that slowly becomes faster or slower affects all functions alike.
-# - **Speed-up.** `compare` computes the speed-up within each round. A reliable result shows the median, with
-#   its 95 % interval in brackets.
-# - **Other programs.** `compare` leaves out rounds in which it notices another program. If too few rounds
-#   remain, it keeps all, and the result says *not reliable*. <!-- tests/core/test_timing.py -->
+# 1. After a warm-up, every function has one turn in each round. Before and after each turn, `compare` waits
+#    until the device has finished.
+# 2. `compare` computes the speed-up within each round. It shows the median, with its 95 % interval in
+#    brackets.
+# 3. If other programs have disturbed the measurement, the result says *not reliable*.
+# <!-- tests/core/test_timing.py -->
 #
-# If the clock [stops too early](#How-not-to-measure), a step seems to be faster than the device can compute. To
-# catch this mistake, `is_possible` compares the floating-point operations (FLOP) per second of the step with those of a
-# matmul. If the machine was busy, `is_possible` checks nothing and returns True.
+# `is_possible` compares the floating-point operations (FLOP) per second of a step with those of a matmul. If
+# the step seems far faster, the clock has probably [stopped too early](#How-not-to-measure).
 # <!-- tests/notebooks/test_04_fp32_vs_amp.py -->
 #
 # Before you run this: how much faster do you expect the step to be in 16 bits?
@@ -265,9 +257,8 @@ fastest = training.ratio(Precision.FP32, precisions[-1])
 assert device.type == "cpu" or not fastest.is_below(1)
 
 # %% [markdown]
-# Each line shows the time of a step in one precision. Except for FP32, it also shows the interval of the
-# speed-up over FP32. A precision is faster if a reliable interval lies above 1x, and slower if it lies below
-# 1x. If the interval contains 1x, this measurement cannot tell. On our two CPU cores AMP is faster.
+# Each line shows the time of a step, and the speed-up over FP32 with its interval. If the interval contains
+# 1x, this measurement cannot tell which precision is faster. On our two CPU cores AMP is faster.
 #
 # Inference runs only the forward pass, so it needs autocast but no scaler. Will inference gain more than
 # training, or less?
@@ -281,14 +272,13 @@ assert all(is_possible(inference, p, inference_flops, report) for p in precision
 assert inference_flops < 0.5 * training_flops  # the backward pass is most of a step
 
 # %% [markdown]
-# On our two CPU cores, inference gained less than training. On your device it may gain more, so measure
-# both.
+# On our two CPU cores, inference gained less than training.
 #
 # ## Memory of a training step
 #
 # Autograd saves tensors for the backward pass. `saved_bytes` adds up the sizes of these tensors, except the
 # parameters, with [hooks](https://docs.pytorch.org/tutorials/intermediate/autograd_saved_tensors_hooks_tutorial.html).
-# On GPUs for which PyTorch records it, `measure` also reads the peak memory of the whole step. <!-- tests/core/test_timing.py -->
+# On a GPU, `measure` also reads the peak memory of the whole step. <!-- tests/core/test_timing.py -->
 
 # %% tags=["nbval-ignore-output"]
 saved_mib, peak_mib = {}, {}
@@ -311,14 +301,10 @@ _ = figures.time_and_memory(
 )
 
 # %% [markdown]
-# The figure shows the time on the left and the memory on the right. The label above a bar gives its value.
-# For AMP, it also gives the speed-up or the share of FP32's memory. <!-- tests/plots/test_plots.py -->
-#
-# On our two CPU cores, autograd stores about half as many bytes with bf16 as with FP32, because nearly
-# all of these bytes are activations in bf16. <!-- tests/notebooks/test_04_fp32_vs_amp.py -->
-#
-# The peak also includes the weights and Adam's state. Both [stay in
-# fp32](06_caltech256_resnet50.ipynb#Train-the-backbone-too).
+# On our two CPU cores, autograd saves about half as many bytes with bf16 as with FP32, because nearly all
+# of these bytes are activations in bf16. The peak of a step also includes the weights and Adam's state. Both
+# [stay in fp32](06_caltech256_resnet50.ipynb#Train-the-backbone-too).
+# <!-- tests/notebooks/test_04_fp32_vs_amp.py -->
 #
 # ## How not to measure
 #
@@ -336,57 +322,17 @@ for task, (fp32_s, amp_s) in article.items():
 # **Do not report the time saved as the speed-up.** Here 46.4 % less time is a speed-up of 1.86x.
 #
 # **Do not count the first step.** It can be slow, for example because it [loads a
-# library](https://docs.pytorch.org/tutorials/recipes/recipes/benchmark.html). Warm up before you measure.
+# library](https://docs.pytorch.org/tutorials/recipes/recipes/benchmark.html).
 #
 # **Do not stop the clock too early.** A call that starts work on a GPU [usually returns before the work is
 # done](https://docs.pytorch.org/docs/stable/notes/cuda.html#asynchronous-execution). If you then read the
-# clock without waiting, you time how fast the CPU queues work.
-#
-# `compare` always waits. To show this mistake, we write a clock that can also stop without waiting, and
-# collect its times with `Rounds`, which `compare` uses too. <!-- tests/core/test_timing.py -->
-
-
-# %%
-def wait_for_device():
-    """Wait until the device has done all queued work."""
-    if device.type != "cpu":  # a CPU is done when the call returns
-        torch.accelerator.synchronize()
-
-
-def seconds_of_step(wait):
-    """Seconds of an FP32 step, by a clock that waits for the device or by one that does not."""
-    wait_for_device()
-    started = time.perf_counter()
-    steps[Precision.FP32]()
-    if wait:
-        wait_for_device()
-    return time.perf_counter() - started  # without `wait` the step may still be running
-
-
-# %% tags=["nbval-ignore-output"]
-rounds = Rounds(device)
-for number in range(20):
-    with rounds.next() as seconds:
-        for wait in (True, False) if number % 2 == 0 else (False, True):  # in turns
-            seconds["synchronised" if wait else "not synchronised"] = seconds_of_step(wait)
-clocks = rounds.comparison(["synchronised", "not synchronised"])
-print(clocks)
-hidden = clocks.ratio("synchronised", "not synchronised")  # above 1: the clock stopped too early
-assert not hidden.is_below(0.9)
-assert device.type != "cpu" or not hidden.is_above(1.1)
-
-# %% [markdown]
-# The second line ends with the speed-up that the second clock shows over the first: the median over the rounds,
-# with its interval. On our two CPU cores the clocks agree, because the interval contains 1x.
-#
-# On a GPU the interval may lie above 1x. Both clocks time the same step, so this speed-up is not real: the
-# second clock stopped too early. On an H100, it reported [six times the
-# speed](../data/results/README.md#an-nvidia-h100).
+# clock without waiting, you time how fast the CPU queues work. On an H100, such a clock reported [six times
+# the speed](../data/results/README.md#an-nvidia-h100). On a GPU, call `torch.accelerator.synchronize()` before
+# you read the clock.
 #
 # ## Summary
 #
-# - AMP changed or added four lines in the training step, and one more line creates the scaler. The
-#   network, the data and the optimizer stayed the same.
+# - AMP changed or added four lines in the training step, and one more line creates the scaler.
 # - To see whether reduced precision costs accuracy, compare the losses of several seeds.
 # - To measure time, synchronise, warm up, repeat, take turns and give an interval. Say whether the
 #   baseline is FP32 or TF32.
@@ -403,6 +349,8 @@ assert device.type != "cpu" or not hidden.is_above(1.1)
 # each exercise. <!-- tests/notebooks/test_exercises.py -->
 
 # %%
+import time  # noqa: F401  # for your answers
+
 from course.exercises import checks_of
 
 exercises = checks_of("04_fp32_vs_amp")
@@ -475,9 +423,6 @@ exercises.check_seconds_of(seconds_of)
 #     return time.perf_counter() - started
 # ```
 #
-# Without the first `wait` you also time earlier work. Without the second `wait` you only time how fast
-# the CPU queues the step.
-#
 # </details>
 #
 # ### 3. Compare in pairs
@@ -528,7 +473,7 @@ exercises.check_memory_share(memory_share)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# Which of the four parts become smaller with AMP? The other parts stay in fp32.
+# Which of the four parts become smaller with AMP?
 #
 # </details>
 #
