@@ -212,7 +212,8 @@ problem.check_same(recipes.accumulate_plain, accumulate_amp)
 #
 # A gradient penalty is a term of the loss that contains gradients.
 #
-# 1. Compute the gradients in the penalty (the *inner gradients*) from the scaled loss, so that fewer of them underflow in fp16.
+# 1. Compute the gradients in the penalty (the *inner gradients*) from the scaled loss, so that fewer of them
+#    underflow in fp16.
 # 2. [Unscale the inner gradients by
 #    hand](https://docs.pytorch.org/docs/stable/notes/amp_examples.html#gradient-penalty), because `unscale_` changes
 #    only `.grad`.

@@ -9,13 +9,12 @@
 # %% [markdown]
 # # Review ten common practices
 #
-# **What you'll do.** Review ten common pieces of advice for mixed precision. We test three of them with an
-# experiment.
+# **What you'll do.** Review ten common pieces of advice for mixed precision, and test three of them.
 #
 # **What you'll learn.**
 # - which of the ten practices are right, which matter little, and which apply only to fp16;
 # - what goes wrong if the backward pass runs inside the autocast block;
-# - how to read dtypes and casts from a profile.
+# - how to read dtypes and casts from a profile of your training step.
 #
 # **What you need.** [Notebook 02](02_autocast_dtypes.ipynb) for autocast and [notebook
 # 03](03_grad_scaler_step_by_step.ipynb) for the scaler. You need no GPU.
@@ -35,7 +34,7 @@ from amp_lab import Precision
 device, scale = start()  # AMP_LAB_DEVICE and AMP_LAB_SCALE override the choice
 
 # %% [markdown]
-# We also need these imports, and short names for three dtypes:
+# We also need these imports:
 
 # %%
 import torch
@@ -52,9 +51,9 @@ names = {fp32: "fp32", fp16: "fp16", bf16: "bf16"}
 # %% [markdown]
 # ## The idea in five lines
 #
-# We test the advice "always use a `GradScaler`". First we round 1000 small gradients to 16 bits. Then we
-# multiply the gradients by 65536, round them, and divide by 65536. In which format do you expect different
-# results, fp16 or bf16?
+# We test the advice "always use a `GradScaler`". We round 1000 small gradients to 16 bits. Then we multiply the
+# same gradients by 65536, round them, and divide by 65536. In which format do you expect different results, fp16
+# or bf16?
 
 # %%
 torch.manual_seed(0)
@@ -65,8 +64,8 @@ for dtype in (fp16, bf16):
     assert (plain != scaled).any() == (dtype is fp16)
 
 # %% [markdown]
-# In fp16, scaling changes 995 of the 1000 gradients: without scaling they are subnormal numbers, which have fewer
-# significant bits. In bf16, scaling changes none. So this advice applies only to fp16.
+# In fp16, numbers as small as these lose digits unless they are scaled. In bf16, scaling changes nothing here. So
+# this advice applies only to fp16.
 #
 # ## The ten practices
 #
@@ -75,17 +74,17 @@ for dtype in (fp16, bf16):
 # | practice | verdict | why |
 # |---|---|---|
 # | 1. Know the hardware | right | the speed of bf16 and fp16 depends on the machine ([10](10_speed_ladder.ipynb)) |
-# | 2. Start with the scaler's defaults | right | if the scale is too high, the scaler skips a few steps and halves it each time ([03](03_grad_scaler_step_by_step.ipynb)) |
-# | 3. Watch the accuracy | right, with several seeds | two fp32 runs with different seeds differ too, so one run shows little ([04](04_fp32_vs_amp.ipynb)) |
+# | 2. Start with the scaler's defaults | right | if the scale is too high, the scaler skips a step and halves the scale ([03](03_grad_scaler_step_by_step.ipynb)) |
+# | 3. Watch the accuracy | right, with several seeds | two fp32 runs with different seeds differ too ([04](04_fp32_vs_amp.ipynb)) |
 # | 4. Only the forward pass in autocast | right | see [below](#Only-the-forward-pass-in-autocast) |
-# | 5. No casts by hand | right, with [one exception](09_xray_your_model.ipynb#The-surprise-in-cross-entropy) | autocast casts for you, and cannot undo the rounding of a `.half()` ([02](02_autocast_dtypes.ipynb)) |
-# | 6. Always use the scaler | only for fp16 | bf16 has about the range of fp32, so small gradients rarely underflow ([01](01_number_formats.ipynb)) |
-# | 7. Tune the initial scale and the growth interval | rarely needed | the scaler soon lowers a scale that is too high, see 2 |
+# | 5. No casts by hand | right, with [exceptions](09_xray_your_model.ipynb#The-surprise-in-cross-entropy) | autocast casts for you, and cannot undo the rounding of a `.half()` ([02](02_autocast_dtypes.ipynb)) |
+# | 6. Always use the scaler | only for fp16 | bf16 has about the range of fp32 ([01](01_number_formats.ipynb)) |
+# | 7. Tune the initial scale and the growth interval | rarely needed | see 2 |
 # | 8. Stay current with PyTorch | right | `torch.cuda.amp.autocast()` raises a warning ([13](13_from_apex.ipynb)) |
-# | 9. Try larger batches | right for memory | AMP makes many activations smaller ([09](09_xray_your_model.ipynb)); measure whether it is faster ([10](10_speed_ladder.ipynb)) |
+# | 9. Try larger batches | right for memory | AMP makes many activations smaller ([09](09_xray_your_model.ipynb)); measure whether a larger batch is faster ([10](10_speed_ladder.ipynb)) |
 # | 10. Profile before and after | right | see [below](#Profile-before-and-after) |
 #
-# In the last section we profile fp16 if your device computes it fast, and bf16 otherwise:
+# In the last section we profile fp16 if `amp-lab` recommends it for your device, and bf16 otherwise:
 # <!-- tests/core/test_device.py -->
 
 # %% tags=["nbval-ignore-output"]
@@ -97,8 +96,7 @@ assert low is bf16 or report.speedup("fp16") >= 1.25  # what the doctor calls fa
 # %% [markdown]
 # ## Only the forward pass in autocast
 #
-# What happens if `backward` runs in the autocast block too? To find out, we record each op with the
-# dtypes of its inputs. This experiment runs on the CPU:
+# What happens if `backward` runs in the autocast block too? We record each op with the dtypes of its inputs:
 
 
 # %%
@@ -123,8 +121,7 @@ class OpLog(TorchDispatchMode):
 
 # %% [markdown]
 # Our model has two linear layers. The second is an *fp32 island*: it runs in an `autocast(enabled=False)`
-# region, because it needs the precision of fp32. If autocast is on during the backward pass, will the island's
-# ops stay in fp32?
+# region. If autocast is on during the backward pass, will the island's ops stay in fp32?
 
 
 # %%
@@ -156,19 +153,15 @@ assert 2**-12 < error < 2**-7  # roundings of bf16
 assert exact.dtype is blurred.dtype is fp32
 
 # %% [markdown]
-# - **After the block**, the island's two matmuls run in fp32, as they should. The third matmul, in bf16, belongs to
-#   the first layer.
-# - **Inside the block**, the island's matmuls run in bf16 too. The island's gradient is off by 2e-03 (0.2 %), and
-#   there are 9 casts instead of 3.
-#
-# The gradients are fp32 tensors in both cases, so their dtype does not show the mistake.
-#
-# **Verdict: right.**
+# - **After the block**, the island's two matmuls run in fp32, as they should. The third matmul belongs to the first
+#   layer.
+# - **Inside the block**, the island's matmuls run in bf16. Its gradient is less exact, but is still an fp32 tensor,
+#   so its dtype does not show the mistake.
 #
 # ## Profile before and after
 #
-# We profile the forward and backward pass of three convolutions in fp32 and in low precision. The profiler writes
-# a JSON file, the *trace*. With `record_shapes=True`, the trace contains the dtypes of the inputs of each op.
+# We profile the forward and backward pass of three convolutions in fp32 and in low precision. With
+# `record_shapes=True`, the profiler's JSON file (the *trace*) contains the dtypes of the inputs of each op.
 # <!-- tests/notebooks/test_14_ten_practices.py -->
 
 # %%
@@ -189,8 +182,8 @@ def profile_once(step):
 
 
 # %% [markdown]
-# We count how often each op runs with a first input of each dtype. If a copy changes a tensor from one of fp32,
-# fp16 and bf16 to another, we count it as a cast. <!-- tests/notebooks/test_14_ten_practices.py -->
+# From the trace, we count the ops with the dtype of their first input, and the casts.
+# <!-- tests/notebooks/test_14_ten_practices.py -->
 
 # %%
 SHORT = {"float": "fp32", "c10::Half": "fp16", "c10::BFloat16": "bf16"}
@@ -237,8 +230,8 @@ for precision, (_, events) in profiles.items():
     assert used == {"convolution": precision, "convolution_backward": precision}
 
 # %% [markdown]
-# In the first profile, all convolutions ran in fp32. In the second, all ran in low precision, also in the
-# backward pass. Next we list the most expensive ops and count the casts:
+# Both passes ran in the same dtype, although the autocast block ended before `backward`. Next we list the four most
+# expensive ops and count the casts:
 
 # %% tags=["nbval-ignore-output"]
 self_time = "self_device_time_total" if device.type == "cuda" else "self_cpu_time_total"
@@ -252,17 +245,14 @@ for precision, (found, events) in profiles.items():
     assert (casts == 0) == (precision == "fp32")
 
 # %% [markdown]
-# For each precision you see the time of all ops, the number of casts, and the four ops that took the most
-# time. Autocast adds the casts.
-#
-# **Verdict: right.** Profiles before and after show where AMP saves time, and what its casts cost.
+# Autocast adds the casts. Profiles before and after show where AMP saves time.
 #
 # ## Summary
 #
 # - Eight of the ten practices are right. You need the scaler only for fp16, and its settings rarely need
 #   a change.
 # - End the autocast block before `backward`.
-# - A trace with `record_shapes=True` shows the dtypes of input tensors, and the casts.
+# - A trace with `record_shapes=True` shows dtypes and casts.
 #
 # ## Exercises
 #
@@ -297,7 +287,7 @@ exercises.check_lost_steps(lost_steps)
 # lost_steps = 5
 # ```
 #
-# 65536, 32768, 16384, 8192 and 4096 are too large, so each of them costs a step. 2048 is small enough.
+# 65536, 32768, 16384, 8192 and 4096 are too large. 2048 is small enough.
 #
 # </details>
 #
@@ -313,8 +303,7 @@ exercises.check_casts(casts_in_forward)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# With two layers there are 5 casts: two weights, two biases and the input. Which casts does a third
-# layer add?
+# With two layers there are 5 casts: two weights, two biases and the input.
 #
 # </details>
 #
@@ -324,7 +313,7 @@ exercises.check_casts(casts_in_forward)
 # casts_in_forward = 3 + 3 + 1  # weights, biases and the input
 # ```
 #
-# The output of a linear layer is fp16, and ReLU keeps this dtype. So only the first layer casts its input.
+# Only the first layer casts its input: the other inputs are already fp16.
 #
 # </details>
 #
@@ -353,8 +342,8 @@ exercises.check_mended_step(mended_step)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# Which calls belong inside the autocast block? Which dtype should the input have when `dtype` is
-# bf16 or fp32? Which call divides the gradients by the scale?
+# Which calls belong inside the autocast block? Which dtype should the input have? Which call divides the gradients
+# by the scale?
 #
 # </details>
 #
@@ -375,7 +364,7 @@ exercises.check_mended_step(mended_step)
 # ### 4. Compare two speed-ups
 #
 # You have measured two speed-ups, each with an interval `(low, high)`. Complete `verdict`. It returns
-# whether the second speed-up is "more" or "less" than the first, or "cannot tell".
+# "more" or "less" for the second speed-up, or "cannot tell".
 
 
 # %%
@@ -408,9 +397,7 @@ exercises.check_verdict(verdict)
 # ## Further reading
 #
 # - PyTorch, [Automatic Mixed Precision
-#   recipe](https://docs.pytorch.org/tutorials/recipes/recipes/amp_recipe.html): a loop that follows most
-#   of these practices, with advice for when things go wrong.
+#   recipe](https://docs.pytorch.org/tutorials/recipes/recipes/amp_recipe.html).
 # - PyTorch, [Performance tuning
-#   guide](https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html): more practices.
-# - PyTorch, [`torch.profiler`](https://docs.pytorch.org/docs/stable/profiler.html): the profiler of
-#   practice 10.
+#   guide](https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html).
+# - PyTorch, [`torch.profiler`](https://docs.pytorch.org/docs/stable/profiler.html).
