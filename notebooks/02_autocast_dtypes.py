@@ -335,6 +335,8 @@ here = grid.get(device.type, {})  # fake tensors are a model of a device: compar
 assert all(table[name][1] == predicted for name, predicted in here.items())
 
 # %% [markdown]
+# The figure shows the dtype that each op returns:
+#
 # - From `linear` to `add fp32`, an op has the same policy on all four backends.
 #   <!-- tests/notebooks/test_02_autocast_dtypes.py -->
 # - From `sum` to `layer_norm`, the CPU stays in low precision where CUDA goes to fp32. So the CPU's

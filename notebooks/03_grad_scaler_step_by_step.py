@@ -10,13 +10,12 @@
 # # Follow a GradScaler step by step
 #
 # **What you'll do.** Train a network of one weight and one bias: one step in fp32, then one step in
-# mixed precision. Print the numbers on the way. Then make the gradients overflow on purpose, watch the
-# scaler recover, and write your own scaler by PyTorch's rules.
+# mixed precision. Then make the gradients overflow on purpose, and watch the scaler recover.
 #
 # **What you'll learn.**
-# - what `scale`, `unscale_`, `step` and `update` do, and why their order matters;
+# - what `scale`, `unscale_`, `step` and `update` do, and in which order to call them;
 # - why the scaler sometimes skips a step, and why this is not an error;
-# - how the scaler finds a good loss scale, and how to read its curve.
+# - how the scaler finds a good loss scale.
 #
 # **What you need.** [Notebook 01](01_number_formats.ipynb) explains why small gradients vanish in fp16.
 # [Notebook 02](02_autocast_dtypes.ipynb) introduces `torch.autocast`. You need no GPU.
@@ -36,9 +35,8 @@ figures.use_style()
 # %% [markdown]
 # ## The idea in five lines
 #
-# A gradient of 2^-26 is too small for fp16. We convert it to fp16 and back to fp32, first as it is. Then
-# we multiply it by 4096 before the conversion and divide by 4096 afterwards. Before you run this: what
-# do you expect in each case?
+# We convert a gradient of 2^-26 to fp16 and back to fp32. Then we do the same, but multiply the gradient by
+# 4096 before and divide by 4096 afterwards. Before you run this: what do you expect in each case?
 
 # %%
 gradient = torch.tensor(2.0**-26)
@@ -51,15 +49,14 @@ assert kept == gradient
 # %% [markdown]
 # Without scaling, the gradient becomes zero. With scaling, it comes back exactly as it was.
 #
-# The scaling has to happen *before* backpropagation rounds the gradients to fp16. Backpropagation is
-# linear: if the loss is 4096 times as large, so is every gradient. So we multiply the loss. The factor is
-# called the **loss scale**. `torch.amp.GradScaler` scales the loss, divides the gradients by the scale
-# before the optimizer uses them, and looks for a good scale during training.
+# Backpropagation rounds the gradients to fp16, so we have to scale them *before*. Backpropagation is
+# linear: if we multiply the loss by 4096, every gradient is 4096 times as large. The factor is called the
+# **loss scale**. `torch.amp.GradScaler` scales the loss, divides the gradients by the scale before the
+# optimizer uses them, and looks for a good scale during training.
 #
 # ## A network of two parameters
 #
-# A linear layer with one input and one output has two parameters, so we can print both. Its output
-# serves as the loss.
+# A linear layer with one input and one output has two parameters. Its output serves as the loss.
 
 
 # %%
@@ -82,7 +79,7 @@ def show(stage, layer):
 
 
 # %% [markdown]
-# `check` asserts the values to four decimals. We begin with the values before training.
+# `check` asserts the values to four decimals. We begin before training.
 
 
 # %%
@@ -112,8 +109,8 @@ assert output.dtype is torch.float32
 assert abs(output.item() - -0.8473) < 0.5e-4
 
 # %% [markdown]
-# Next comes the backward pass. The derivative of `weight * x + bias` is `x` for the weight and 1 for the
-# bias, so we expect the gradients -0.0591 and 1.
+# The derivative of `weight * x + bias` is `x` for the weight and 1 for the bias, so we expect the gradients
+# -0.0591 and 1.
 
 # %%
 output.backward()
@@ -130,8 +127,6 @@ show("after step", layer)
 check(layer, -0.8348, -1.9002)
 
 # %% [markdown]
-# That was an ordinary step: forward, backward, step.
-#
 # ## One step with autocast and GradScaler
 #
 # Now we train the same layer in mixed precision. Our scaler starts at 4096. The default is 65536 (2^16).
@@ -149,11 +144,9 @@ assert layer.weight.dtype is torch.float32
 assert abs(output.item() - -1.8506) < 0.5e-4
 
 # %% [markdown]
-# The output is in fp16, because autocast runs a linear layer in fp16. The parameters stay in fp32 and
-# are called the **master weights**.
+# The output is in fp16, because autocast runs a linear layer in fp16. The parameters stay in fp32.
 #
-# `scale` multiplies the loss by 4096. Before you run the next cell: what will the two gradients be
-# after `backward`?
+# `scale` multiplies the loss by 4096. Before you run the next cell: what will the two gradients be?
 
 # %%
 scaler.scale(output).backward()  # AMP: was output.backward()
@@ -162,13 +155,12 @@ check(layer, -0.8348, -1.9002, [-242.25, 4096.0])
 assert layer.weight.grad.dtype is torch.float32
 
 # %% [markdown]
-# Both gradients are 4096 times too large: -242.25 and 4096. The backward pass computed them in fp16 and
-# converted them to fp32, the dtype of their parameters.
+# Both gradients are 4096 times too large. The backward pass computed them in fp16 and converted them to
+# fp32, the dtype of their parameters.
 #
 # `unscale_` divides the gradients by the scale, in place, and records whether any of them is infinite or
-# NaN. Call `unscale_` before you read or change gradients, for example to clip them. Otherwise you can
-# leave it out, because `step` then [unscales the gradients
-# itself](https://docs.pytorch.org/docs/stable/notes/amp_examples.html).
+# NaN. Call `unscale_` before you read or change gradients, for example to clip them. Otherwise `step`
+# [unscales the gradients itself](https://docs.pytorch.org/docs/stable/notes/amp_examples.html).
 
 # %%
 scaler.unscale_(optimizer)  # AMP: optional
@@ -176,8 +168,8 @@ show("after unscale_", layer)
 check(layer, -0.8348, -1.9002, [-0.0591, 1.0])
 
 # %% [markdown]
-# To four decimals, the gradients equal those of the fp32 step. Next comes `scaler.step`: the optimizer
-# takes its step only if `unscale_` found no inf or NaN. Here it found none, so the parameters change.
+# Now the gradients equal those of the fp32 step, to four decimals. In `scaler.step`, the optimizer takes its
+# step only if `unscale_` found no inf or NaN.
 
 # %%
 scaler.step(optimizer)  # AMP: was optimizer.step()
@@ -185,9 +177,7 @@ show("after step", layer)
 check(layer, -0.7756, -2.9002, [-0.0591, 1.0])
 
 # %% [markdown]
-# Call `update` after you have called `scaler.step` for every optimizer. It adjusts the scale for the next
-# iteration, and allows the scaler to unscale the next gradients.
-# <!-- tests/notebooks/test_08c_scaler.py -->
+# `update` adjusts the scale for the next iteration.
 
 # %%
 scaler.update()  # AMP
@@ -201,16 +191,16 @@ assert (scaler.get_scale(), good_steps) == (4096, 1)
 #
 # After `backward`, call the methods [in this
 # order](https://docs.pytorch.org/docs/stable/notes/amp_examples.html): `unscale_` at most once for each
-# optimizer, `step` once for each optimizer, then `update` once. A second `unscale_` would divide the
-# gradients by 4096 again, so it [raises an error](08c_scaler.ipynb#Gradients-are-unscaled-twice).
+# optimizer, `step` once for each optimizer, then `update` once. A second `unscale_` [raises an
+# error](08c_scaler.ipynb#Gradients-are-unscaled-twice).
 #
 # ## An overflow: the step is skipped, the scale halves
 #
-# The scaled loss of our network is scale x output, so the gradient of the output equals the scale. The
-# output is in fp16, and so is its gradient. The largest fp16 number is 65504. So with a scale of 131072
-# (2^17), the gradient becomes infinite.
+# The scaled loss of our network is scale x output, so the gradient of the output equals the scale. This
+# gradient is in fp16. The largest fp16 number is 65504. So with a scale of 131072 (2^17), the gradient
+# becomes infinite.
 #
-# `train_step` contains the lines of the step above, without `unscale_`, and prints the result.
+# `train_step` contains the lines of the step above, without `unscale_`.
 
 
 # %%
@@ -240,17 +230,16 @@ assert scaler.get_scale() == 2.0**15
 check(layer, -0.7756, -2.9002)
 
 # %% [markdown]
-# The scaler skipped two steps, because 2^17 and 2^16 are too large for fp16 and made the gradients
-# infinite. In a skipped step the parameters do not change and by default the scale halves. At 2^15 the
-# gradients are finite, so training continues. **A skipped step is not an error. Skipping is how the scaler
-# finds its scale.** As a rule of thumb, a few skipped steps at the start and one now and then are normal.
-# If the scale keeps falling, see [notebook 08b](08b_learning.ipynb#The-loss-scale-falls-towards-0).
+# The scaler skipped two steps, because 2^17 and 2^16 are too large for fp16. In a skipped step, the
+# parameters do not change, and by default the scale halves. At 2^15 the gradients are finite, so training
+# continues. **A skipped step is not an error. Skipping is how the scaler finds its scale.** A few skipped
+# steps at the start and one now and then are normal. If the scale keeps falling, see [notebook
+# 08b](08b_learning.ipynb#The-loss-scale-falls-towards-0).
 #
 # ## Growth: after enough good steps, the scale doubles
 #
-# If the scale could only fall, one unlucky batch could leave it too low for good. So the scaler also
-# tries larger scales. By default, it doubles the scale after 2000 good steps in a row. We set
-# `growth_interval` to 3.
+# One unlucky batch can leave the scale too low. So by default, the scaler doubles the scale after 2000 good
+# steps in a row. We set this `growth_interval` to 3.
 
 # %%
 layer, x, optimizer = make()
@@ -267,11 +256,9 @@ assert torch.amp.GradScaler(device.type).get_growth_interval() == 2000
 #
 # ## The scale over a whole training run
 #
-# With both rules, the scale climbs until a gradient overflows, then halves and climbs again. To plot
-# this, we fit a linear layer to noisy data, with a growth interval of 10. This time the loss is
-# `mse_loss`, which autocast runs in fp32, so the scaled loss may exceed 65504. The gradient of the outputs is
-# still in fp16. It is the scale times the derivative of the loss, and this derivative becomes small. So the
-# scale may exceed 65504 too.
+# With both rules, the scale climbs until a gradient overflows, then halves and climbs again. To plot the
+# scale, we fit a linear layer to noisy data, with a growth interval of 10. This time the loss is `mse_loss`,
+# which autocast runs in fp32. So the scale may exceed 65504 while the gradients are small.
 
 # %%
 torch.manual_seed(0)
@@ -292,7 +279,7 @@ for _ in range(300):
     optimizer.zero_grad()
 
 # %% [markdown]
-# The scale halves in skipped steps only, so the list of scales shows which steps were skipped.
+# A step was skipped if the scale halved.
 
 # %%
 after_each = pairwise([*scales, scaler.get_scale()])
@@ -311,15 +298,14 @@ assert max(scales) > 65504
 #
 # ## What a scaler costs
 #
-# A scaler costs one pass over all gradients in each step. With an ordinary optimizer, the CPU also
+# A scaler makes one pass over all gradients in each step. Unless the optimizer is fused, the CPU also
 # [waits for the
-# GPU](https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html#avoid-unnecessary-cpu-gpu-synchronization)
-# in each step, because `scaler.step` has to read whether a gradient overflowed. With a fused SGD
-# (`fused=True`) the CPU need not wait, because the GPU itself decides whether to skip the update. <!-- tests/notebooks/test_03_grad_scaler_step_by_step.py -->
+# GPU](https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html#avoid-unnecessary-cpu-gpu-synchronization),
+# to learn whether a gradient overflowed. <!-- tests/notebooks/test_03_grad_scaler_step_by_step.py -->
 #
 # ## A scaler written by hand
 #
-# The rules for the scale fit in a few lines, so we can write a scaler ourselves.
+# The rules of the scaler fit in a few lines.
 
 
 # %%
@@ -366,14 +352,14 @@ assert ends[0] == ends[1]
 assert skipped == [True, True, False, False, False, True]
 
 # %% [markdown]
-# Both scalers skip the same steps, and end with the same scale and the same parameters.
+# Both scalers skip the same steps, and end with the same scale and parameters.
 # <!-- tests/notebooks/test_03_grad_scaler_step_by_step.py -->
 #
 # ## When there is nothing to scale
 #
 # bf16 has [as many exponent bits as fp32](01_number_formats.ipynb#What-the-bits-mean), so gradients rarely
-# underflow and a scaler has little to do. You can still write one loop for fp16 and bf16. A disabled scaler
-# returns the loss unchanged, and its `step` [only calls the
+# underflow. If you disable the scaler, the same loop works in bf16: a disabled scaler returns the loss
+# unchanged, and its `step` [only calls the
 # optimizer](https://github.com/pytorch/pytorch/blob/main/torch/amp/grad_scaler.py).
 
 # %%
@@ -395,10 +381,10 @@ for dtype in (torch.float16, torch.bfloat16):
 # | `scaler.update()` | by default halves the scale after a skipped step, and doubles it after 2000 good steps in a row |
 #
 # Use one scaler for the whole training run, and [save its state in the
-# checkpoint](05_cifar10_mobilenet.ipynb#Resume:-to-the-last-bit). Enable it for fp16, not for bf16.
+# checkpoint](05_cifar10_mobilenet.ipynb#Resume:-to-the-last-bit). Enable the scaler for fp16, not for bf16.
 #
-# In [notebook 04](04_fp32_vs_amp.ipynb) we train a whole network in fp32 and with AMP, and measure time and
-# memory.
+# Next: [notebook 04](04_fp32_vs_amp.ipynb) measures the time and memory of a whole network in fp32 and with
+# AMP.
 #
 # ## Exercises
 #
@@ -413,8 +399,8 @@ exercises = checks_of("03_grad_scaler_step_by_step")
 # %% [markdown]
 # ### 1. Which scale saves this gradient?
 #
-# A gradient is 2^-26. What is the smallest loss scale that keeps it from becoming zero in fp16? The
-# scale has to be a power of two.
+# What is the smallest loss scale that keeps a gradient of 2^-26 from becoming zero in fp16? The scale has to
+# be a power of two.
 
 # %%
 smallest_scale = ...
@@ -435,7 +421,7 @@ exercises.check_smallest_scale(smallest_scale)
 # ```
 #
 # 2^-26 times 4 is 2^-24, which is an fp16 number. With a scale of 2 we get 2^-25, halfway between 0 and
-# 2^-24. Rounding to even makes this 0.
+# 2^-24, which is rounded to 0.
 #
 # </details>
 #
@@ -451,8 +437,7 @@ exercises.check_scale_after(scale_at_the_end)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# Write two columns: the scale, and the number of good steps in a row. Set the second column back to zero
-# whenever the scale halves or doubles.
+# Count the good steps in a row. Set this count back to zero whenever the scale halves or doubles.
 #
 # </details>
 #
@@ -462,9 +447,8 @@ exercises.check_scale_after(scale_at_the_end)
 # scale_at_the_end = 512
 # ```
 #
-# Step 2 halves the scale from 1024 to 512. Steps 3, 4 and 5 are good, so the scale doubles to 1024.
-# Steps 6 and 7 are good, which is one too few for the next doubling. Step 8 halves the scale to 512
-# again. Steps 9 and 10 are good, which is also too few.
+# Step 2 halves the scale to 512. Steps 3, 4 and 5 are good, so the scale doubles to 1024. Two good steps are
+# not enough for the next doubling. Step 8 halves the scale to 512 again.
 #
 # </details>
 #
@@ -484,8 +468,7 @@ exercises.check_clipped_step(clipped_step)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# After `backward` the gradients are multiplied by the scale. Which method of the scaler divides them by
-# the scale before `step`?
+# Which method of the scaler divides the gradients by the scale before `step`?
 #
 # </details>
 #
@@ -500,15 +483,15 @@ exercises.check_clipped_step(clipped_step)
 #     scaler.update()
 # ```
 #
-# The check uses a scale of 1024. Without `unscale_` the norm is 1024 times too large, so clipping
-# shrinks the gradients to almost nothing.
+# With a scale of 1024 but without `unscale_`, the norm is 1024 times too large, so clipping shrinks the
+# gradients to almost nothing.
 #
 # </details>
 #
 # ### 4. Resume after an interruption
 #
-# A training run was interrupted, and `state` is the result of its `scaler.state_dict()`. Return a scaler
-# that resumes as if there had been no interruption.
+# `state` is the `scaler.state_dict()` of an interrupted run. Return a scaler that resumes as if there had
+# been no interruption.
 
 
 # %%
@@ -521,8 +504,7 @@ exercises.check_resumed(resumed_scaler)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# `print(torch.amp.GradScaler(device.type).state_dict())` shows what the state contains besides the
-# scale.
+# `print(torch.amp.GradScaler(device.type).state_dict())` shows what the state contains.
 #
 # </details>
 #
@@ -542,9 +524,5 @@ exercises.check_resumed(resumed_scaler)
 #
 # ## Further reading
 #
-# - P. Micikevicius et al., [Mixed Precision Training](https://arxiv.org/abs/1710.03740), ICLR 2018:
-#   loss scaling, and how large the scale has to be.
-# - [Automatic mixed precision
-#   examples](https://docs.pytorch.org/docs/stable/notes/amp_examples.html): clipping, accumulation,
-#   several losses and optimizers with one scaler.
+# - P. Micikevicius et al., [Mixed Precision Training](https://arxiv.org/abs/1710.03740), ICLR 2018.
 # - [`torch.amp`](https://docs.pytorch.org/docs/stable/amp.html): the reference for `GradScaler`.
