@@ -36,10 +36,9 @@ device, scale = start()  # AMP_LAB_DEVICE and AMP_LAB_SCALE override the choice
 # %% [markdown]
 # ## The idea
 #
-# The best precision depends on the hardware, so we measure. `describe_device` times a matmul in fp32, fp16,
-# bf16 and, if the device has it, TF32. It recommends one of these precisions. It also multiplies numbers whose
-# product is known, to find out how the device rounds. <!-- tests/core/test_device.py --> Before you run this:
-# which precision does it recommend for your machine?
+# The best precision depends on the hardware, so we measure. `describe_device` times a matmul in each precision,
+# checks how the device rounds, and recommends a precision. <!-- tests/core/test_device.py --> Which precision do you
+# expect for your machine?
 
 # %% tags=["nbval-ignore-output"]
 report = describe_device(device)
@@ -56,12 +55,10 @@ assert report.values["bf16"].input_bits == 8
 # %% [markdown]
 # After the first line, each line describes a matmul in one precision:
 #
-# - **bits**: how many significant bits of an input the matmul uses. fp32 has 24, fp16 and TF32 have 11, and
-#   bf16 has 8.
+# - **bits**: how many significant bits of an input the matmul uses.
 # - **subnormals**: numbers below the format's normal range. Some devices replace them by 0.
-# - **sums**: the largest error that we found in a sum of 4,096 products. One *ulp* is the distance from the
-#   result to the next number of its dtype. An ulp of bf16 is 65,536 times as large as an ulp of fp32. So half
-#   an ulp in bf16 is a much larger error than a few ulp in fp32.
+# - **sums**: the largest error that we found in a sum of products, in *ulp*. One ulp is the distance from the
+#   result to the next number of its dtype. In bf16, this distance is much larger than in fp32.
 #
 # `amp-lab doctor` also prints the speeds.
 # <!-- tests/core/test_device.py -->
@@ -69,10 +66,8 @@ assert report.values["bf16"].input_bits == 8
 # ## The decision
 #
 # The choice depends on the formats that a GPU multiplies *fast*, with tensor cores or similar units. `GPUS`
-# lists these formats for each GPU that `amp-lab advise --for` knows, and [names its
-# sources](../src/amp_lab/core/gpus.py). If your GPU is not in the list, look for the same architecture.
-#
-# We print the list. Then we write `choose`, which returns a precision, and call it for each architecture:
+# lists these formats, and [names its sources](../src/amp_lab/core/gpus.py). If your GPU is not in the list, look
+# for the same architecture. We print the list, and then write `choose`, which returns a precision:
 
 # %%
 kinds = {}
@@ -112,18 +107,15 @@ print("T4, a model trained in bf16:", choose(turing, "infer", trained_in="bf16")
 # %% [markdown]
 # `choose` follows three rules:
 #
-# - **bf16** wherever bf16 is fast. It has nearly the range of fp32, so you can train without a scaler.
-# - **fp16** where only fp16 is fast, such as on V100, T4 and RTX 20. To train in fp16, use a scaler.
-# - **fp32** where neither is fast, such as on GTX 10, GTX 16 and Apple M1 to M4. Also use fp32, with
-#   TF32 off, where accuracy matters more than speed, for example in solvers.
+# - **bf16** wherever bf16 is fast. bf16 has nearly the range of fp32, so you can train without a scaler.
+# - **fp16** where only fp16 is fast. To train in fp16, use a scaler. For a model that was trained in bf16, [check
+#   the values first](#Trained-in-bf16,-on-a-GPU-without-it).
+# - **fp32** where neither is fast. Also use fp32, with TF32 off, where accuracy matters more than speed, for
+#   example in solvers.
 #
 # For training in 16 bits, use autocast and keep the weights in fp32. For inference in 16 bits, cast fp32 weights
-# once, which halves their memory.
-#
-# `choose` does not know your model's values. If they stay far below 65504, the largest number of fp16, then
-# fp16 is usually more accurate for inference than bf16, because it has [three more
-# bits](18_inference_and_export.ipynb). For a model that was trained in bf16, [check the values
-# first](#Trained-in-bf16,-on-a-GPU-without-it).
+# once, which halves their memory. Where both formats are fast, fp16 [can be more
+# accurate](18_inference_and_export.ipynb) for inference.
 #
 # Start with the precision from `choose`, then measure. [`amp-lab
 # advise`](../docs/your_model.md#which-precision-should-i-use-and-what-do-i-write) times the precisions on your
@@ -131,11 +123,9 @@ print("T4, a model trained in bf16:", choose(turing, "infer", trained_in="bf16")
 #
 # ## Known problems of each device
 #
-# Know these problems before you choose:
-#
-# - **GTX 16.** fp16 gives NaN in some models ([report](https://github.com/pytorch/pytorch/issues/58123), [another
-#   report](https://github.com/pytorch/pytorch/issues/77955)). Use fp32.
-# - **V100, P100 and GTX 10.** Install PyTorch 2.14 for CUDA 12.6. [PyTorch 2.15 is not
+# - **GTX 16.** fp16 [gives NaN](https://github.com/pytorch/pytorch/issues/58123) in some models. Use fp32.
+# - **V100, P100 and GTX 10.** [Install PyTorch 2.14 for CUDA
+#   12.6](../docs/hardware.md#install-another-build-of-torch). [PyTorch 2.15 is not
 #   built](https://github.com/pytorch/pytorch/issues/190385) for these GPUs.
 # - **V100, T4 and RTX 20.** These GPUs [emulate bf16 and have no TF32](../docs/hardware.md#t4-v100-and-rtx-20). Use
 #   fp16.
@@ -144,13 +134,10 @@ print("T4, a model trained in bf16:", choose(turing, "infer", trained_in="bf16")
 # - **Arc A.** Use bf16. `GradScaler.unscale_` uses float64, which Arc A [does not
 #   have](https://github.com/pytorch/pytorch/issues/147731).
 #   <!-- tests/notebooks/test_19_choose_your_precision.py -->
-# - **Apple M1 to M4.** Use fp32. Large matmuls on [an M1
-#   Pro](https://github.com/zzc0721/torch-performance-test-data/issues/191) and [an M4
-#   Max](https://github.com/zzc0721/torch-performance-test-data/issues/65) were hardly faster in fp16 than in fp32.
-#   On `mps`, bf16 [needs macOS 14](https://github.com/pytorch/pytorch/issues/139386).
+# - **Apple M1 to M4.** Use fp32. In [measurements](../docs/hardware.md#apple), fp16 was hardly faster. bf16 [needs
+#   macOS 14](https://github.com/pytorch/pytorch/issues/139386).
 # - **CPUs.** Even with AMX, bf16 [can be slower than fp32](../docs/hardware.md#is-bf16-faster-on-this-cpu) for
-#   small layers. The speed of fp16 [differs from CPU to CPU](../data/results/README.md). Use fp16 only if
-#   `amp-lab doctor` shows that it is fast.
+#   small layers. Use fp16 only if `amp-lab doctor` shows that it is fast.
 #
 # ## What fp32 means
 #
@@ -159,8 +146,10 @@ print("T4, a model trained in bf16:", choose(turing, "infer", trained_in="bf16")
 # TF32 can be faster than fp32, but keeps only 11 of the 24 bits of each input. PyTorch has separate settings
 # for convolutions and for matmuls:
 #
-# - **Convolutions** use TF32 on these GPUs by default. `torch.backends.cudnn.allow_tf32 = False` turns it off.
-# - **Matmuls** use fp32 by default. `torch.set_float32_matmul_precision` changes this:
+# - **Convolutions** use TF32 on these GPUs by default. `torch.backends.cudnn.allow_tf32 = False` turns TF32 off.
+# - **Matmuls** use fp32 by default.
+#   [`torch.set_float32_matmul_precision`](https://docs.pytorch.org/docs/stable/generated/torch.set_float32_matmul_precision.html)
+#   allows a lower precision:
 #
 # | `set_float32_matmul_precision` | matmuls on an NVIDIA GPU with TF32 | matmuls on a CPU, depending on the CPU |
 # |---|---|---|
@@ -168,8 +157,7 @@ print("T4, a model trained in bf16:", choose(turing, "infer", trained_in="bf16")
 # | `"high"` | TF32 | fp32 or TF32 |
 # | `"medium"` | TF32 | fp32, TF32 or bf16 |
 #
-# The next cell sets each mode. It runs no matmul, so it needs no GPU. For a CPU, it shows the lowest precision
-# that the mode allows. In the output, `ieee` means fp32:
+# The next cell shows the lowest precision that each mode allows. `ieee` means fp32:
 
 
 # %%
@@ -186,11 +174,8 @@ for name in ("highest", "high", "medium"):
 torch.set_float32_matmul_precision(before)
 
 # %% [markdown]
-# [`torch.set_float32_matmul_precision`](https://docs.pytorch.org/docs/stable/generated/torch.set_float32_matmul_precision.html)
-# does not change convolutions on CUDA. If you train in fp32 on an RTX 30, an A100 or a later NVIDIA GPU, usually
-# choose `"high"`.
-#
-# For work that needs every digit, turn TF32 off for matmuls and convolutions:
+# If you train in fp32 on an NVIDIA GPU with TF32, usually choose `"high"`. For work that needs every digit, turn TF32
+# off for matmuls and convolutions:
 
 # %%
 kept = torch.backends.cudnn.allow_tf32
@@ -203,11 +188,10 @@ torch.backends.cudnn.allow_tf32 = kept  # for the next cells; leave this line ou
 # %% [markdown]
 # ### Old and new settings
 #
-# `torch.set_float32_matmul_precision` and `allow_tf32` are the old settings. PyTorch also has newer ones, such as
-# `torch.backends.cuda.matmul.fp32_precision`. If you change an old setting, PyTorch changes the new one too. If
-# you change a new setting, PyTorch does not change the old one. If the two disagree and some code reads the old setting,
-# as [Lightning](https://github.com/Lightning-AI/pytorch-lightning/issues/21256) does, PyTorch can raise an error. The
-# next cell changes the new setting and reads the old one:
+# `torch.set_float32_matmul_precision` and `allow_tf32` are old settings. PyTorch also has new ones, such as
+# `torch.backends.cuda.matmul.fp32_precision`. A new setting does not change the old one. If the two disagree and some
+# code reads the old setting, as [Lightning](https://github.com/Lightning-AI/pytorch-lightning/issues/21256) does,
+# PyTorch can raise an error:
 
 # %%
 matmul = torch.backends.cuda.matmul
@@ -230,10 +214,9 @@ assert torch.get_float32_matmul_precision() == before
 #
 # ## Trained in bf16, on a GPU without it
 #
-# Many language models were trained in bf16, whose largest number is 3.4e38. On a GPU where only fp16 is fast, you
-# would run them in fp16, whose largest number is only 65504. In the next model, the weights, inputs and outputs are
-# below 65504, but some hidden values are larger. Here, `largest_values` returns the largest magnitude that each module
-# computes. The modules of this `nn.Sequential` are called 0, 1 and 2, and `output` is the whole model:
+# Many language models were trained in bf16, whose largest number is 3.4e38. The largest number of fp16 is only
+# 65504. In the next model, some hidden values are larger. `largest_values` returns the largest magnitude that each
+# module computes:
 # <!-- tests/numerics/test_largest_values.py -->
 
 # %%
@@ -254,18 +237,16 @@ assert not in_fp16.isfinite().all()
 # %% [markdown]
 # In fp16, hidden values such as 2.69e+05 become infinite. So the outputs are not finite either.
 #
-# **Look before you cast**: call `largest_values` with some of your inputs, in fp32 or bf16. A CPU is enough.
-# As a rule of thumb, each value should be at most 32752, half of fp16's largest number, because other inputs may
-# give larger values.
+# **Look before you cast**: call `largest_values` with some of your inputs, in fp32 or bf16. As a rule of thumb, each
+# value should be at most half of 65504, because other inputs may give larger values.
 #
 # If a value is larger, run the model in fp32, or use one of two remedies:
 #
 # - **Use fp32 for the layers that compute or receive such values**, and fp16 for the rest. Cast to fp32 before the
 #   first of these layers, and back to fp16 after the last.
 # - **Move a power of two from one linear layer to the next** (exercise 4). Divide the weight and bias of the first
-#   layer by this power, and multiply the weight of the second layer by it. The second weight then has to fit in fp16
-#   too. A ReLU may stand between the layers, because relu(x / c) = relu(x) / c for c > 0. A GELU does not
-#   have this property. <!-- tests/notebooks/test_19_choose_your_precision.py -->
+#   layer by this power, and multiply the weight of the second layer by it. This weight must still fit in fp16. A ReLU
+#   may stand between the layers, but not a GELU. <!-- tests/notebooks/test_19_choose_your_precision.py -->
 #
 # ## What other frameworks call it
 #
@@ -273,13 +254,11 @@ assert not in_fp16.isfinite().all()
 #
 # - **Mixed**, such as `bf16-mixed`, usually means autocast. Then the weights keep their dtype, which is fp32 unless
 #   you load them in 16 bits.
-# - **True**, such as `bf16-true`, means that the weights are cast, here to bf16. Then the gradients and the state
-#   of torch's AdamW are in bf16 too.
-# - **Only a dtype**, such as `bf16=True`, can mean either. In transformers (without DeepSpeed), it means mixed. In
-#   [torchtune](https://docs.pytorch.org/torchtune/stable/tutorials/memory_optimizations.html) and Keras, it means
+# - **True**, such as `bf16-true`, means that the weights are cast, here to bf16.
+# - **Only a dtype** can mean either: `bf16=True` in transformers usually means mixed, and `bfloat16` in Keras means
 #   true.
 #
-# To see what a setting does, we look at the dtypes in a training step. We begin without a framework:
+# To see what a setting does, we look at the dtypes in a training step, first without a framework:
 
 
 # %%
@@ -331,11 +310,11 @@ assert rows["autocast"] == ("float32", "bfloat16", "float32", "float32", "bfloat
 assert set(rows["model.to(bfloat16)"]) == {"bfloat16"}
 
 # %% [markdown]
-# Under autocast, fp32 weights, their gradients and the state of AdamW stay in fp32. A model that is cast has
-# no fp32 weights, so rounding can remove small updates ([notebook 16](16_low_precision_state.ipynb)).
+# A model that is cast has no fp32 weights, so rounding can remove small updates ([notebook
+# 16](16_low_precision_state.ipynb)).
 #
 # We found the dtypes of other frameworks in the same way, on a CPU. *State* is the state of the
-# optimizer, and *Fabric* is Lightning without its Trainer:
+# optimizer. *Fabric* is Lightning without its Trainer:
 # <!-- tests/notebooks/test_19_choose_your_precision.py -->
 #
 # | setting | weights | matmuls | gradients | state | outputs |
@@ -352,29 +331,21 @@ assert set(rows["model.to(bfloat16)"]) == {"bfloat16"}
 # | Keras `mixed_bfloat16` | fp32 | bf16 | fp32 | fp32 | bf16 |
 # | Keras `bfloat16` | bf16 | bf16 | bf16 | bf16 | bf16 |
 #
-# accelerate and Fabric wrap the model or its `forward`. Here, the wrapper casts the outputs to fp32. Fabric's
-# wrapper does so with `bf16-true` too. Lightning's Trainer calls the model without a wrapper here, so the outputs
-# stay in bf16.
-#
-# For fp16, Lightning and Fabric have
-# [`16-mixed`](https://lightning.ai/docs/fabric/latest/fundamentals/precision.html), and transformers has
-# [`fp16=True`](https://huggingface.co/docs/transformers/en/mixed_precision_training). On a CUDA GPU, both settings
-# include a scaler.
+# accelerate and Fabric wrap the model, and the wrapper casts the outputs to fp32. Lightning's Trainer calls the model
+# without a wrapper here, so the outputs stay in bf16.
 #
 # In version 5 of transformers, `from_pretrained` loads a model **in the dtype that its config names**. To
-# fine-tune with fp32 weights, pass `dtype=torch.float32`.
+# fine-tune with fp32 weights, pass `dtype=torch.float32`. See also [Trainers, master
+# weights and checkpoints](../docs/trainers.md).
 # <!-- tests/notebooks/test_19_choose_your_precision.py -->
 #
 # ## Summary
 #
 # - Start with bf16 where bf16 is fast, with fp16 where only fp16 is fast, and with fp32 on other hardware.
-#   To train in fp16, use a scaler. Then measure your model.
-# - By default, fp32 matmuls run in fp32, but on an NVIDIA GPU with TF32, fp32 convolutions run in TF32. To change
-#   these modes, use `torch.set_float32_matmul_precision` for matmuls and `torch.backends.cudnn.allow_tf32` for
-#   convolutions.
+#   Then measure your model.
+# - By default, fp32 matmuls run in fp32, but on an NVIDIA GPU with TF32, fp32 convolutions run in TF32.
 # - Before you cast a bf16 model to fp16, look at its largest values.
-# - In the table above, a "mixed" setting leaves fp32 weights in fp32, and a "true" setting, such as `bf16-true`,
-#   casts them.
+# - In the table above, a "mixed" setting leaves fp32 weights in fp32, and a "true" setting casts them.
 #
 # ## Exercises
 #
@@ -410,7 +381,7 @@ exercises.check_cases(answers)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# Find the GPU or CPU in the lists that we printed. The known problems help too.
+# Find the GPU or CPU in the lists that we printed.
 #
 # </details>
 #
@@ -436,8 +407,8 @@ exercises.check_cases(answers)
 # ### 2. Count the bits
 #
 # `product(a, b)` multiplies two fp32 tensors of shape (1, 1), and may round them first. Complete `bits_left`, which
-# returns how many significant bits of an input are left. To count the bits, find the largest k for which the
-# product of 1 + 2^-k and 1 is still more than 1.
+# returns how many significant bits of an input are left. Find the largest k for which the product of 1 + 2^-k and 1
+# is still more than 1.
 
 
 # %%
@@ -483,7 +454,7 @@ exercises.check_outputs(outputs)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# Fabric and accelerate wrap the model. Lightning's Trainer calls your model without a wrapper.
+# Look at the last column of the table.
 #
 # </details>
 #
@@ -502,10 +473,9 @@ exercises.check_outputs(outputs)
 #
 # ### 4. Make it fit
 #
-# Complete `scale_down`. The model is a `Sequential` with two linear layers and a ReLU between them. With the
-# input `x`, the first layer returns values beyond ±1024. Change the model in place: move a power of two, as
-# small as possible, from the first linear layer to the last. Then the outputs of the first layer should stay
-# within ±1024, and the outputs of the model should not change.
+# The model is a `Sequential` with two linear layers and a ReLU between them. With the input `x`, the first layer
+# returns values beyond ±1024. Complete `scale_down`, which changes the model in place: move a power of two from the
+# first linear layer to the last. Use the smallest power that brings the outputs of the first layer within ±1024.
 
 
 # %%
@@ -519,7 +489,7 @@ exercises.check_scale_down(scale_down)
 # <details><summary>Hint</summary>
 #
 # The factor is 2^k. To find k, divide the largest magnitude that the first layer returns by 1024, take the
-# base-2 logarithm, and round it up. Scale the bias of the first layer together with its weight.
+# base-2 logarithm, and round it up.
 #
 # </details>
 #
@@ -539,8 +509,4 @@ exercises.check_scale_down(scale_down)
 #
 # ## Further reading
 #
-# - PyTorch, [Numerical accuracy](https://docs.pytorch.org/docs/stable/notes/numerical_accuracy.html)
-#   and [TF32 on NVIDIA GPUs](https://docs.pytorch.org/docs/stable/notes/cuda.html).
-# - [Lightning's precisions](https://lightning.ai/docs/fabric/latest/fundamentals/precision.html).
-# - transformers, [Mixed precision
-#   training](https://huggingface.co/docs/transformers/en/mixed_precision_training).
+# - PyTorch, [Numerical accuracy](https://docs.pytorch.org/docs/stable/notes/numerical_accuracy.html).
