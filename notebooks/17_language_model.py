@@ -9,8 +9,8 @@
 # %% [markdown]
 # # Train and fine-tune a language model in each precision
 #
-# **What you'll do.** Train a small GPT on Python's own source code in fp32, fp16 and bf16. Find out which
-# parts of it run in fp32, fine-tune it with LoRA, and generate text.
+# **What you'll do.** Train a small GPT in fp32, fp16 and bf16. Find out which parts of it run in fp32, fine-tune it
+# with LoRA, and generate text.
 #
 # **What you'll learn.**
 # - which parts of a transformer run in fp32 under autocast, and what to do when dtypes do not match;
@@ -18,8 +18,7 @@
 # - which dtypes to use for a LoRA adapter and its base, and what merging loses;
 # - why the same prompt can give a different text in bf16.
 #
-# **What you need.** [Notebook 02](02_autocast_dtypes.ipynb), on autocast's rules. You need no GPU,
-# no download and no weights: the text is the source of Python's standard library.
+# **What you need.** [Notebook 02](02_autocast_dtypes.ipynb), on autocast's rules. You need no GPU and no download.
 
 # %% tags=["nbval-ignore-output"]
 import argparse
@@ -53,20 +52,17 @@ print("from the layer", query.dtype, " after the rotation", rotated.dtype)
 assert (query.dtype, rotated.dtype) == (torch.bfloat16, torch.float32)
 
 # %% [markdown]
-# The product of a bf16 tensor and this fp32 table is in fp32, so it takes twice the memory of a bf16 tensor.
-# Autocast [casts the product down](02_autocast_dtypes.ipynb) for the next matmul.
+# The product of a bf16 tensor and this fp32 table is in fp32. So parts of a transformer can run in fp32 under autocast.
 #
 # ## A small GPT
 #
-# We train the GPT of `amp-lab train` ([its source](../src/amp_lab/models/gpt.py)). Like many language models,
-# it has these parts:
+# Our [GPT](../src/amp_lab/models/gpt.py) has these parts:
 #
 # - The *residual stream* begins as the embedding of the tokens, and each block adds to it.
 # - A block consists of causal attention and an MLP, with an RMSNorm before each.
-# - In the attention, rotary embeddings rotate the queries (q) and keys (k) by angles that grow with the
-#   position. The values (v) are not rotated. <!-- code -->
+# - In the attention, rotary embeddings rotate the queries (q) and keys (k), but not the values (v).
 #
-# The text is the source of the module `argparse`, with one token per character. `lm.split` keeps the last
+# The text is the source of Python's module `argparse`, with one token per character. `lm.split` keeps the last
 # tenth for testing. <!-- code -->
 
 # %%
@@ -79,8 +75,8 @@ print(f"{sum(p.numel() for p in small.parameters()):,} parameters, {len(text):,}
 # %% [markdown]
 # ## Where fp32 comes in
 #
-# `xray` shows what autocast does to each module. By default, it runs the model on *fake tensors*, which have a
-# dtype and a device but no data. So you do not need the device. We ask about bf16 on a CUDA GPU: <!-- tests/tracing/test_xray.py -->
+# `xray` shows what autocast does to each module. We ask about bf16 on a CUDA GPU. You do not need this GPU, because
+# `xray` uses *fake tensors*, which have a dtype and a device but no data: <!-- tests/tracing/test_xray.py -->
 
 
 # %%
@@ -102,36 +98,29 @@ assert dtypes["blocks.0.qkv"] == dtypes["blocks.0.rotate"] == dtypes[""] == torc
 result
 
 # %% [markdown]
-# *Work in* is the dtype of the matmuls, and *other ops in* that of the other ops. *Output* is the dtype that
-# the module returns ([the other columns](09_xray_your_model.ipynb)). The matmuls in the row
-# *blocks.0 … 1 itself* are the attention.
-#
-# All matmuls run in bf16. Three parts run in fp32:
+# *Work in* is the dtype of the matmuls, and *other ops in* that of the other ops ([the other
+# columns](09_xray_your_model.ipynb)). All matmuls run in bf16. Three parts run in fp32:
 #
 # - **The residual stream**: the embedding is fp32, and bf16 plus fp32 gives fp32.
 # - **The norms**: they read the residual stream.
 # - **The rotations**: their cosines are fp32. The model casts the result back to bf16 with
 #   `.to(x.dtype)`.
 #
-# **Call `.float()` on the logits** before the loss, as
-# [transformers](https://github.com/huggingface/transformers/blob/main/src/transformers/loss/loss_utils.py) and
-# `lm.loss_of` do. Otherwise, CUDA in eager mode [rounds the log-softmax to
-# bf16](09_xray_your_model.ipynb#The-surprise-in-cross-entropy). The loss then has a rounding error, although its
-# dtype is fp32.
+# **Call `.float()` on the logits** before the loss, as `lm.loss_of` does. Otherwise, CUDA in eager mode [rounds the
+# log-softmax to bf16](09_xray_your_model.ipynb#The-surprise-in-cross-entropy).
 #
 # **Load a model of transformers in the dtype that you want**, with `from_pretrained(…, dtype=…)`:
 #
-# - **Full fine-tuning**: fp32, with autocast, because bf16 weights [can lose small
-#   updates](16_low_precision_state.ipynb#Weights-in-bf16).
-# - **LoRA** (below): bf16 for the base.
-# - **Generation**: bf16, without autocast. With fp32 weights under autocast, a Llama model rotates its keys in
-#   fp32, and its default cache then stores keys and values in fp32. So the cache is twice as large as in
-#   bf16. <!-- tests/notebooks/test_17_language_model.py -->
+# | for | weights | why |
+# |---|---|---|
+# | full fine-tuning | fp32, with autocast | bf16 weights [can lose small updates](16_low_precision_state.ipynb#Weights-in-bf16) |
+# | [LoRA](#Fine-tune-with-LoRA) | bf16 for the base | the base does not change |
+# | generation | bf16, without autocast | half the memory of fp32 |
 #
-# **Do not cast the whole model** with `model.to(torch.bfloat16)`, because this also casts buffers. In a Llama
-# model, a buffer holds the rates of the rotations (the angle per position). With bf16 rates, the angles are
-# [wrong in long texts](08b_learning.ipynb#Positions-or-counts-are-wrong-beyond-256). `from_pretrained` leaves the
-# rates in fp32. <!-- tests/notebooks/test_17_language_model.py -->
+# **Do not cast the whole model** with `model.to(torch.bfloat16)`. In a Llama model, this also casts the rates of the
+# rotations, and the angles become [wrong in long
+# texts](08b_learning.ipynb#Positions-or-counts-are-wrong-beyond-256). `from_pretrained` leaves the rates in fp32.
+# <!-- tests/notebooks/test_17_language_model.py -->
 #
 # ### One dtype for q, k and v
 #
@@ -152,14 +141,10 @@ assert message.startswith("Expected query, key, and value to have the same dtype
 # %% [markdown]
 # On an NVIDIA GPU, the dtype also affects [which
 # kernel](../docs/compile_and_kernels.md#which-attention-kernel-does-scaled_dot_product_attention-run) runs.
-# To be sure that flash attention runs, call attention inside `with sdpa_kernel(SDPBackend.FLASH_ATTENTION):`. If
-# it cannot run, attention raises an error, and warnings say why.
-# <!-- tests/notebooks/test_17_language_model.py -->
 #
 # ## Train it in each precision
 #
-# `lm.train` is a loop like that of [notebook 04](04_fp32_vs_amp.ipynb). We train with three seeds in each precision.
-# We compute each test loss in fp32, so the precision changes only the training. Before you run this: what
+# We train with three seeds in each precision, and compute each test loss in fp32. Before you run this: what
 # changes the test loss more, the precision or the seed? <!-- code -->
 
 # %% tags=["nbval-ignore-output"]
@@ -183,24 +168,22 @@ for name, mean in means.items():
 print(f"two seeds in fp32 differ by up to {between_seeds:.2g}")
 
 # %% [markdown]
-# Here, the precision changes the mean loss less than the seed changes the loss. If this is not so for your own
-# model, look for the cause in [notebook 08](08_when_amp_breaks.ipynb).
+# Here, the seed changes the loss more than the precision. If your own model loses more in 16 bits, look for the cause
+# in [notebook 08](08_when_amp_breaks.ipynb).
 #
 # ## The loss over a large vocabulary
 #
 # The vocabulary of Llama 3 has [128,256
 # entries](https://github.com/pytorch/torchtune/blob/main/torchtune/models/llama3/_model_builders.py). The
-# logits have a value for each token and each entry. Suppose that you call `logits = model(inputs)` and
-# `lm.loss_of(logits, targets)` under bf16 autocast in eager mode. At the peak of the backward pass, four tensors of
-# the size of the logits are in memory:
+# logits have a value for each token and each entry. With `.float()` and bf16 autocast in eager mode, four tensors of
+# this size are in memory at the peak of the backward pass:
 #
 # - `logits` in bf16;
 # - the log-softmax in fp32;
 # - the gradient of the log-softmax in fp32;
 # - the gradient of the logits in fp32.
 #
-# A fifth tensor, the fp32 copy that `.float()` makes, is freed before this peak, when `lm.loss_of` returns.
-# <!-- tests/notebooks/test_17_language_model.py --> We compute the sizes for a batch of 8 x 2048 tokens:
+# We compute the sizes for a batch of 8 x 2048 tokens: <!-- tests/notebooks/test_17_language_model.py -->
 
 # %%
 values = 8 * 2048 * 128_256
@@ -238,9 +221,7 @@ torch.testing.assert_close(in_chunks, direct, rtol=1e-4, atol=1e-7)
 print(f"fp32 logits: {1024 * 8000 * 4 / 2**20:.1f} MiB, one chunk: {64 * 8000 * 4 / 2**20:.1f} MiB")
 
 # %% [markdown]
-# The logits of one chunk take 2 MiB instead of 31.2 MiB, and only one chunk is in memory at a time.
-#
-# From torch 2.13 on,
+# The logits of one chunk take 2 MiB instead of 31.2 MiB. From torch 2.13 on,
 # [`F.linear_cross_entropy`](https://docs.pytorch.org/docs/2.13/generated/torch.nn.functional.linear_cross_entropy.html)
 # with its argument `options` can compute the loss in chunks too.
 # <!-- tests/notebooks/test_17_language_model.py -->
@@ -250,16 +231,11 @@ print(f"fp32 logits: {1024 * 8000 * 4 / 2**20:.1f} MiB, one chunk: {64 * 8000 * 
 # LoRA freezes a weight (the *base*). It adds the scaled product of two narrow matrices (the *adapter*) to
 # the weight, and trains only these matrices. Use these dtypes:
 #
-# - **bf16 for the frozen base**, because it never changes;
+# - **bf16 for the frozen base**, because the base does not change;
 # - **fp32 for the adapters**, because bf16 can lose small updates ([notebook
-#   16](16_low_precision_state.ipynb)).
+#   16](16_low_precision_state.ipynb)). For a 16-bit base, this is peft's default.
 #
-# For a 16-bit base, peft also creates adapters in fp32, unless you pass `autocast_adapter_dtype=False`.
-# <!-- tests/notebooks/test_17_language_model.py -->
-#
-# Under autocast, the matmuls of the adapter run in 16 bits, like those of the base. Without autocast, they run in
-# fp32 and need an fp32 input, so our layer casts the adapter's input to fp32. It casts the adapter's output to the
-# dtype of the base's output:
+# Our layer casts the input and the output of the adapter, so that it also works without autocast:
 # <!-- tests/notebooks/test_17_language_model.py -->
 
 
@@ -302,8 +278,8 @@ def with_lora(model):
 
 
 # %% [markdown]
-# The base is the model that we trained in fp32 above. We fine-tune it on a new text: the source
-# of the module `inspect`. We train only the adapters, under bf16 autocast:
+# The base is the model that we trained in fp32 above. We fine-tune it under bf16 autocast on a new text, the source
+# of the module `inspect`:
 
 # %% tags=["nbval-ignore-output"]
 own_train, own_test = lm.split(inspect.getsource(inspect), characters)
@@ -319,11 +295,9 @@ _, dtypes = xray_on_cuda(copy.deepcopy(adapted).cpu())
 assert dtypes["blocks.0.qkv"] == dtypes["blocks.1"] == torch.bfloat16  # no fp32 came in
 
 # %% [markdown]
-# Casting the base to bf16 hardly changed the loss, and fine-tuning lowered it. The residual stream is bf16 too,
-# because the embedding is bf16.
+# Casting the base to bf16 hardly changed the loss, and fine-tuning lowered the loss.
 #
-# On a GPU that has fp16 and no fast bf16, keep the base in fp16 and use fp16 autocast with the scaler. Keep
-# the adapters in fp32, because `scaler.unscale_` [raises an
+# With an fp16 base and `GradScaler`, keep the adapters in fp32 too: `scaler.unscale_` [raises an
 # error](../docs/trainers.md#peft-attempting-to-unscale-fp16-gradients) for fp16 adapters.
 #
 # ### What merging loses
@@ -331,11 +305,8 @@ assert dtypes["blocks.0.qkv"] == dtypes["blocks.1"] == torch.bfloat16  # no fp32
 # Merging adds the update to the weight, so that inference needs no adapter. If you store the sum in bf16,
 # each value is rounded.
 #
-# We take one layer of the second block's MLP, and scale its update to four sizes. The norm of the update is then
-# 1, 1/100, 1/1000 or 1/10,000 of the norm of the weight. For each size, we round the sum once. We print
-# how many values of the weight did not change, and how much of the update is left: the part of the change that
-# points in the direction of the update. Before you run this: how much is left of an update that is 1000 times smaller
-# than the weight?
+# We scale the update of one layer to four sizes, relative to its weight. We add each to the weight, and round the sum
+# to bf16. Before you run this: how much is left of an update that is 1000 times smaller than the weight?
 
 # %% tags=["nbval-ignore-output"]
 layer = adapted.blocks[1].up
@@ -355,20 +326,13 @@ assert stayed[1e-3] > 0.5
 # %% [markdown]
 # Neighbouring [normal bf16 numbers](01_number_formats.ipynb) are 0.4 to 0.8 % apart. If a change is less than half
 # of this distance, rounding restores the old value. Here, this happens to most values if the update is a
-# thousandth of the weight, so a large part of the update is lost. To keep the update, choose one of these:
-#
-# - Keep the adapter separate.
-# - Merge into a copy in **fp32**.
-#
-# If the result has to be bf16, compute the sum in fp32 and round **once**, as above. This loses what we printed, and
-# a second rounding would add another error. With one fp32 adapter, `merge_and_unload` of
-# [peft](https://huggingface.co/docs/peft) rounds once. With `safe_merge=True`, it rounds twice. <!-- tests/notebooks/test_17_language_model.py -->
+# thousandth of the weight, so a large part of the update is lost. To keep the update, **keep the adapter separate, or
+# merge into a copy in fp32**. If the result has to be bf16, compute the sum in fp32 and round once.
 #
 # ## The same prompt, another text
 #
-# We let the model continue 32 prompts in fp32 and in bf16, always with the likeliest character.
-# `lm.continue_text` returns the texts and, for each character, the gap between the two largest logits. Before
-# you run this: will the texts in fp32 and bf16 agree? <!-- code -->
+# We let the model continue 32 prompts in fp32 and in bf16, always with the likeliest character. Before you run this:
+# will the texts in fp32 and bf16 agree? <!-- code -->
 
 # %% tags=["nbval-ignore-output"]
 rows = lm.draw(test_data, 32, torch.Generator().manual_seed(1))[0].to(device)
@@ -395,11 +359,8 @@ assert abs(in_bf16 - in_fp32) < 0.01
 
 # %% [markdown]
 # A text diverges at a *near tie*: the gap between the two largest logits is so small that the rounding to
-# bf16 changes their order. Here these gaps were at most 0.026, and bf16 moved a logit by up to 0.033. The rest
-# of the text can then differ too, because each character depends on those before it.
-#
-# But the model is not worse in bf16 here: the test loss is nearly the same. So compare models by their loss, or by
-# how often they choose the same next token.
+# bf16 changes their order. The rest of the text can then differ too, because each character depends on those before
+# it. But the model is not worse in bf16 here: the test loss is nearly the same. So compare models by their loss.
 #
 # Two texts can [diverge within one
 # precision](https://thinkingmachines.ai/blog/defeating-nondeterminism-in-llm-inference/) too, because the shape of a
@@ -421,24 +382,15 @@ for name, limit in (("fp32", 1e-3), ("bf16", 0.5)):
 # - If batch, machine and PyTorch version stay the same, use
 #   [`torch.use_deterministic_algorithms`](https://docs.pytorch.org/docs/stable/notes/randomness.html).
 #
-# `amp-lab diff --batch-sizes` finds the first op of the forward pass at which two batch sizes differ by more than
-# rounding.
-# <!-- tests/difference/test_first_difference.py --> <!-- tests/cli/test_diff_command.py -->
-#
 # ## Summary
 #
 # - With fp32 weights under autocast on CUDA, the matmuls of this GPT run in 16 bits. Norms, rotations and the
 #   residual stream are [fp32](#Where-fp32-comes-in).
-# - Cast the logits to fp32 for the loss: `.float()`. Over a large vocabulary compute the loss in
+# - Cast the logits to fp32 for the loss: `.float()`. Over a large vocabulary, compute the loss in
 #   chunks.
-# - Load a model in the dtype that you want, and do not cast it afterwards, so that its rotation rates stay in
-#   fp32.
-# - Outside autocast, q, k and v need the same dtype. On CUDA, [flash
-#   attention](../docs/compile_and_kernels.md#which-attention-kernel-does-scaled_dot_product_attention-run) does
-#   not run in fp32.
+# - Load a model in the dtype that you want, and do not cast it afterwards.
 # - LoRA: keep the frozen base in bf16 and the adapters in fp32. If you merge, merge into an fp32 copy of the base.
-# - At near ties, texts can diverge if the precision or the shape of a matmul differs. Compare losses
-#   and the choice of each next token.
+# - At near ties, texts can diverge if the precision or the shape of a matmul differs. Compare losses.
 #
 # A model that was trained in bf16 may overflow in fp16. [Notebook
 # 19](19_choose_your_precision.ipynb#Trained-in-bf16,-on-a-GPU-without-it) shows how to check this.
