@@ -9,8 +9,8 @@
 # %% [markdown]
 # # Find out why AMP broke, and repair it
 #
-# **What you'll do.** Start from what you see: an error message, a warning, a NaN, or a run that is no
-# faster than before. Find it here, and follow the link, or pass its code to `amp-lab explain`.
+# **What you'll do.** Start from what you see in a run with automatic mixed precision (AMP): an error
+# message, a warning, a NaN, or no speed-up. Find the cause and the fix.
 #
 # **What you'll learn.**
 # - how to let `amp-lab explain` read a message or a log for you;
@@ -30,8 +30,8 @@ device, scale = start()  # AMP_LAB_DEVICE and AMP_LAB_SCALE override the choice
 # %% [markdown]
 # ## Paste your message
 #
-# `explain` finds known failures by their message. Dtypes, numbers, names and line breaks in your
-# message may differ from those that `explain` knows.
+# `explain` finds known failures by their message. Dtypes and numbers in your message may differ from
+# those that `explain` knows.
 
 # %%
 message = """
@@ -51,30 +51,25 @@ assert failure.code == "AMP0018"
 # python train.py 2>&1 | pdm run amp-lab explain
 # pdm run amp-lab explain "the loss scale keeps falling"
 # ```
-#
-# For a log with a traceback, the command also names the last line of *your* code in the
-# traceback. <!-- tests/cli/test_explain_command.py -->
 
 # %% [markdown]
 # ## Five questions
 #
-# Ask these questions first:
-#
 # 1. **Are the parameters that you train fp32?** If one of them has another dtype, [convert it
 #    first](08c_scaler.ipynb#The-parameters-are-fp16).
-# 2. **Does each forward pass have its own autocast block, and does the block end with `.float()`?** If
-#    your code differs, look at [dtypes](08e_dtypes.ipynb).
+# 2. **Does each forward pass have its own autocast block, and do you convert the block's output with
+#    `.float()`?** If not, look at [dtypes](08e_dtypes.ipynb).
 # 3. **Does each training step call `scale`, `backward`, `unscale_`, clipping, `step` and `update`
-#    once, in this order?** If your loop differs, look at [the scaler](08c_scaler.ipynb).
-# 4. **Does the failure disappear in bf16?** Then the range of fp16 is the likely cause: look at
+#    once, in this order?** If not, look at [the scaler](08c_scaler.ipynb).
+# 4. **Does the failure disappear in bf16?** If so, the range of fp16 is the likely cause: look at
 #    [values](08a_values.ipynb).
 # 5. **Does the loss scale stay above 1, with a skipped step now and then?** If the scale only falls,
 #    [check the loss](08b_learning.ipynb#The-loss-scale-falls-towards-0).
 #
 # ## All failures
 #
-# Search this page with Ctrl+F. The dtypes in your message may differ from those shown here. Most dots stand for
-# text that depends on the program.
+# Search this page with Ctrl+F. Dots in a message stand for text that depends on the program. To read the cause and
+# the fix of a failure, follow its link, or pass its code to `amp-lab explain`.
 
 # %% [markdown]
 # <!-- index of failures -->
@@ -379,8 +374,7 @@ assert failure.code == "AMP0018"
 #
 # - `amp-lab explain` finds a failure by its message, by a log, or by a
 #   description. <!-- tests/failures/test_explanation.py -->
-# - Ask five questions first: parameters in fp32, one block per forward pass, the order of the
-#   scaler's calls, the range of fp16, and the course of the loss scale.
+# - If there is no message, ask the five questions.
 #
 # Next: [notebook 09](09_xray_your_model.ipynb) shows in which dtypes a model runs, before you run it.
 #
@@ -399,9 +393,8 @@ exercises = checks_of("08_when_amp_breaks")
 # %% [markdown]
 # ### 1. Where does a sum of squares end?
 #
-# A sum of squares in fp16 [overflows early](08a_values.ipynb#A-norm-written-by-hand-overflows-above-256). You
-# square a whole number in fp16 and add the square to itself. What is the largest whole number for which this sum
-# is finite?
+# You square a whole number in fp16 and add the square to itself. What is the largest whole number for which
+# [this sum](08a_values.ipynb#A-norm-written-by-hand-overflows-above-256) is finite?
 
 # %%
 largest_value = ...
@@ -410,8 +403,7 @@ exercises.check_largest_value(largest_value)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# The sum has to stay below 65520, which is the first number that rounds to infinity. How much is
-# left for each square?
+# The sum has to stay below 65520, which rounds to infinity. How much is left for each square?
 #
 # </details>
 #
@@ -439,7 +431,7 @@ exercises.check_diagnosis(codes)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# Look for each symptom in the tables of this page, and read "What you see" in the sections that could fit.
+# Look for each symptom in the tables of this page.
 #
 # </details>
 #
@@ -472,7 +464,7 @@ exercises.check_masked(mask_scores)
 # <details><summary>Hint</summary>
 #
 # [A mask value does not fit into fp16](08a_values.ipynb#A-mask-value-does-not-fit-into-fp16) shows which ways
-# fail and which work. Which number do you fill in, and where do you get this number?
+# work. Where do you get the number that you fill in?
 #
 # </details>
 #
@@ -483,15 +475,12 @@ exercises.check_masked(mask_scores)
 #     return scores.masked_fill(mask, torch.finfo(scores.dtype).min)
 # ```
 #
-# Filling differs from adding: in fp16, the lowest number plus a score of -16 or less is minus
-# infinity again.
-#
 # </details>
 #
 # ### 4. Keep the schedule with the training
 #
-# Complete `advance`, which is called after `scaler.step(optimizer)`. It should update the scaler.
-# Then it should call `scheduler.step()`, but not after a skipped step.
+# The loop calls `advance` after `scaler.step(optimizer)`. Complete it: update the scaler, and then call
+# `scheduler.step()`, but not after a skipped step.
 
 
 # %%
@@ -504,8 +493,7 @@ exercises.check_advance(advance)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# `update` changes the scale in one direction after a skipped step. What does it do after most steps that were not
-# skipped?
+# How does `update` change the scale after a skipped step, and how after a good step?
 #
 # </details>
 #
@@ -519,8 +507,7 @@ exercises.check_advance(advance)
 #         scheduler.step()
 # ```
 #
-# With one optimizer, a skipped step lowers the scale, unless the scale is 0 already. After a good step, the
-# scale stays or grows.
+# Here, a skipped step lowers the scale. After a good step, the scale stays or grows.
 #
 # </details>
 #
@@ -530,11 +517,4 @@ exercises.check_advance(advance)
 #   examples](https://docs.pytorch.org/docs/stable/notes/amp_examples.html): the right order of calls
 #   for clipping, accumulation, several losses, models and optimizers.
 # - [`torch.amp`](https://docs.pytorch.org/docs/stable/amp.html): what autocast casts on CUDA, XPU and
-#   the CPU, and why it refuses `binary_cross_entropy`.
-# - [Numerical accuracy](https://docs.pytorch.org/docs/stable/notes/numerical_accuracy.html): where PyTorch's
-#   results can overflow or be less exact.
-# - Threads about these failures: [NaN under mixed precision](https://github.com/pytorch/pytorch/issues/40497),
-#   [statistics of batch normalisation ruined by one batch](https://github.com/pytorch/pytorch/issues/88474),
-#   [gradients lost after `no_grad`](https://github.com/pytorch/pytorch/issues/112583), [compiled gradients that
-#   overflow](https://github.com/pytorch/pytorch/issues/153044), [rotary embeddings in
-#   bf16](https://github.com/huggingface/transformers/pull/29285).
+#   the CPU.
