@@ -12,7 +12,7 @@
 # **What you'll do.** Look up one failure: its message or symptom, a small program that shows it,
 # why it happens, and the fix.
 #
-# **What you'll learn.** You will be able to repair:
+# **What you'll learn.** You will know how to repair:
 # - [Autocast or the scaler is switched off](#Autocast-or-the-scaler-is-switched-off);
 # - [A thread runs without autocast or in another dtype](#A-thread-runs-without-autocast-or-in-another-dtype);
 # - [Autocast makes the model no faster](#Autocast-makes-the-model-no-faster);
@@ -22,10 +22,9 @@
 # - [CUDA is out of memory](#CUDA-is-out-of-memory);
 # - [Memory grows with each step or in evaluation](#Memory-grows-with-each-step-or-in-evaluation).
 #
-# **What you need.** You need no GPU. This notebook is a reference, so read only the section that you need.
-# For other failures, see the [index](08_when_amp_breaks.ipynb). The code of a failure, such as `AMP0015`,
-# stands below its heading. In the programs, `make` returns a model and its optimizer, `message_of` returns
-# the message of the error that a call raises, and `warnings_of` returns its warnings.
+# **What you need.** You need no GPU. Read only the section about your failure. For other failures, see the
+# [index](08_when_amp_breaks.ipynb). In the programs, `make` returns a model and its optimizer. `message_of`
+# and `warnings_of` return the error message and the warnings of a call.
 
 # %% tags=["nbval-ignore-output"]
 import math
@@ -73,7 +72,7 @@ wide, _ = make(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 512))
 # slow as in fp32.
 #
 # **A small program that shows it.** We enable autocast and the scaler for CUDA, and pass
-# `dtype=torch.float32` to autocast for the CPU. (If CUDA is available, only the dtype causes a warning.)
+# `dtype=torch.float32` to autocast for the CPU.
 
 # %%
 warned = warnings_of(lambda: (torch.autocast("cuda"), torch.amp.GradScaler("cuda")))
@@ -88,14 +87,13 @@ assert "In CPU autocast, but the target dtype is not supported." in wrong_dtype
 # for another device that does not support your dtype. In these cases, autocast switches itself off with a
 # warning, and training goes on in fp32. Without a GPU, a scaler for CUDA does the same.
 #
-# For `"xpu"` and `"mps"` there is no warning if the device is missing. Autocast and the scaler stay
-# enabled, but autocast leaves tensors on the CPU in fp32. <!-- tests/notebooks/test_08g_speed_and_memory.py -->
+# For `"xpu"` and `"mps"` there is no warning if the device is missing: autocast stays enabled, but tensors on
+# the CPU stay in fp32. <!-- tests/notebooks/test_08g_speed_and_memory.py -->
 #
-# **The fix.** Pass the device of the tensors, and fp16 or bf16 (on a CPU with an older torch bf16):
-# `torch.autocast(x.device.type, dtype=torch.bfloat16)`. If `torch.cuda.is_available()` is False on a machine
-# with an NVIDIA or AMD GPU, install a build of PyTorch that fits the GPU and its driver.
-#
-# **Not this.** `warnings.filterwarnings("ignore")` hides the warning, but autocast stays off.
+# **The fix.** Pass the device type of the tensors and a 16-bit dtype: `torch.autocast(x.device.type,
+# dtype=torch.bfloat16)`. If `torch.cuda.is_available()` is False on a machine with an NVIDIA or AMD GPU,
+# install a build of PyTorch that fits the GPU and its driver.
+
 
 # %%
 with torch.autocast(x.device.type, dtype=torch.bfloat16):
@@ -105,8 +103,8 @@ with torch.autocast("xpu", dtype=torch.float16):  # neither a warning nor an eff
     assert (x @ x.T).dtype is torch.float32
 
 # %% [markdown]
-# **Notice it earlier.** Call `torch.is_autocast_enabled(x.device.type)`. Without a device,
-# the result does not show whether autocast is on for the CPU. <!-- tests/notebooks/test_08g_speed_and_memory.py -->
+# **Notice it earlier.** Check `torch.is_autocast_enabled(x.device.type)` inside the block. <!--
+# tests/notebooks/test_08g_speed_and_memory.py -->
 
 # %% [markdown]
 # ## A thread runs without autocast or in another dtype
@@ -186,8 +184,7 @@ assert in_a_thread(decorated) is torch.float16
 #
 # **What you see.** A step takes as long as in fp32, or longer. A profile shows many casts (`_to_copy`).
 #
-# **A small program that shows it.** We count the ops of five small layers. `CountOps` leaves out
-# views, which copy no data.
+# **A small program that shows it.** We count the ops of five small layers.
 
 
 # %%
@@ -212,16 +209,15 @@ print(f"fp32: {plain.ops} ops; autocast: {amp.ops} ops, {amp.casts} of them cast
 assert (plain.ops, amp.ops, amp.casts) == (5, 16, 11)
 
 # %% [markdown]
-# **Why.** AMP speeds up large matrix multiplications and convolutions, on hardware with fast 16-bit
-# units. Small layers can become slower, because autocast adds a cast for each weight, bias and fp32 input. If
-# a GPU mostly waits for the data loader or the CPU, faster matmuls [save little
+# **Why.** AMP speeds up large matrix multiplications and convolutions, on hardware with fast 16-bit units.
+# Small layers can become slower, because autocast adds casts of weights, biases and inputs. If a GPU mostly
+# waits for the data loader or the CPU, faster matmuls [save little
 # time](https://docs.pytorch.org/tutorials/recipes/recipes/amp_recipe.html#speedup-with-amp-is-minor).
 #
 # Other causes:
 # - **The hardware** has no fast units for this dtype ([known
 #   problems](19_choose_your_precision.ipynb#Known-problems-of-each-device)).
-# - **Autocast casts weights again in each use**: frozen weights, and all weights under
-#   `torch.inference_mode()`.
+# - **Frozen weights**, and under `torch.inference_mode()` all weights, are cast again in each use.
 # - **Large ops stay in fp32**. `amp-lab xray` lists them ([notebook 09](09_xray_your_model.ipynb)).
 # - **Sizes** are [not multiples of 8](#A-size-is-not-a-multiple-of-16-or-8).
 # - **Convolutions** do not use
@@ -291,9 +287,6 @@ assert amp > 50 * fp32
 # large model with a small batch can therefore need more memory than in fp32.
 # <!-- tests/notebooks/test_08g_speed_and_memory.py -->
 #
-# A 16-bit activation times an fp32 parameter, such as a gate, is fp32 again. Cast the gate: `h *
-# gate.to(h.dtype)`.
-#
 # **The fix.** Make the batch larger, because AMP saves memory on activations. If activations fill the
 # memory, use gradient checkpointing. If weights and Adam's state fill the memory, use an optimizer with
 # less state, LoRA or sharding (FSDP). <!-- tests/remedies/test_memory_remedies.py -->
@@ -306,14 +299,8 @@ many = torch.ones(2048, 512)
 fp32, amp = saved(many, enabled=False), saved(many, enabled=True)
 print(f"batch of 2048: fp32 {fp32 / 2**20:.1f} MiB, autocast {amp / 2**20:.1f} MiB")
 assert 0.5 < amp / fp32 < 0.6
-h, gate = torch.ones(1, 2, dtype=torch.bfloat16), nn.Parameter(torch.ones(2))
-assert (h * gate).dtype is torch.float32
-assert (h * gate.to(h.dtype)).dtype is torch.bfloat16
 assert torch.tensor(1.0).bfloat16() + 1e-3 == 1  # an update of a bf16 weight
 
-# %% [markdown]
-# **Notice it earlier.** `amp-lab memory` forecasts the memory of a training step in fp32, fp16 and bf16.
-# <!-- tests/tracing/test_memory.py -->
 
 # %% [markdown]
 # ## Inference under autocast takes more memory
@@ -363,17 +350,14 @@ assert freed == 6  # all of them twice
 # copies. Or, if the model only runs inference, cast it once with `model.bfloat16()`,
 # which halves its weights ([notebook 18](18_inference_and_export.ipynb#Ways-to-run-it)).
 #
-# **Not this.** `torch.cuda.empty_cache()` does not free the copies, because autocast still holds them: it
-# [releases only unused
-# memory](https://docs.pytorch.org/docs/stable/generated/torch.cuda.memory.empty_cache.html).
+# **Not this.** `torch.cuda.empty_cache()` [releases only unused
+# memory](https://docs.pytorch.org/docs/stable/generated/torch.cuda.memory.empty_cache.html), so it does not
+# free the copies.
 
 # %%
 assert casts_of_two_passes(torch.no_grad(), cache_enabled=False) == freed
 assert all(p.nbytes == 2 * p.numel() for p in nn.Linear(2, 2).bfloat16().parameters())
 
-# %% [markdown]
-# **Notice it earlier.** `amp-lab memory --eval` forecasts inference, under autocast and with weights
-# cast once. <!-- tests/tracing/test_inference_memory.py -->
 
 # %% [markdown]
 # ## A size is not a multiple of 16 or 8
@@ -406,10 +390,10 @@ assert all(p.nbytes == 2 * p.numel() for p in nn.Linear(2, 2).bfloat16().paramet
 #
 # **What you see.** A matmul in FP8 raises one of the messages below.
 #
-# **A small program that shows it.** Tensors on the `meta` device have no data, but PyTorch checks their
-# sizes [as for CUDA](https://github.com/pytorch/pytorch/blob/main/torch/_meta_registrations.py). We try
-# three FP8 matmuls: one with an inner size of 100, one with the 50257 columns of GPT-2's vocabulary, and a
-# grouped matmul, as in a mixture of experts.
+# **A small program that shows it.** Tensors on the `meta` device have no data, but PyTorch checks their sizes
+# [as for CUDA](https://github.com/pytorch/pytorch/blob/main/torch/_meta_registrations.py). We try three FP8
+# matmuls: one with an inner size of 100, one with the 50257 columns of GPT-2's vocabulary, and a grouped
+# matmul.
 
 
 # %%
@@ -429,11 +413,9 @@ print(message_of(lambda: torch._scaled_grouped_mm(fp8(32, 100), fp8(64, 100).T, 
 
 # %% [markdown]
 # **Why.** An FP8 matmul refuses sizes that are not multiples of a certain number, often 16. In fp16 and bf16,
-# an ordinary matmul runs with other sizes, but may be slower.
-#
-# NVIDIA
+# a matmul with another size runs, but may be slower: NVIDIA
 # [recommends](https://docs.nvidia.com/deeplearning/performance/dl-performance-matrix-multiplication/index.html#requirements-tc)
-# multiples of 16 bytes, and of 128 bytes on an A100, for the inputs, outputs and batch size of a linear layer.
+# multiples of 8, and on an A100 multiples of 64.
 #
 # **The fix.** Pad the vocabulary to a multiple of 64, pad the tokens in the collate function, and drop an
 # incomplete last batch with `drop_last=True`. Or keep the layer in bf16. If
@@ -441,8 +423,7 @@ print(message_of(lambda: torch._scaled_grouped_mm(fp8(32, 100), fp8(64, 100).T, 
 # [SGLang](https://github.com/sgl-project/sglang/issues/3345) refuses the sizes of an FP8 checkpoint, use a
 # smaller tensor-parallel size.
 #
-# In a padded vocabulary, the logits of the real tokens stay the same up to rounding. Leave out the logits
-# of the padding tokens when you choose a token.
+# If you pad the vocabulary, leave out the logits of the padding when you choose a token.
 
 # %%
 padded = math.ceil(50257 / 64) * 64
@@ -452,10 +433,6 @@ with torch.no_grad():
     larger.weight[:5] = head.weight
 torch.testing.assert_close(larger(x)[:, :5], head(x))
 
-# %% [markdown]
-# **Notice it earlier.** Under autocast for a GPU, `amp-lab xray` names the largest matmuls whose sizes are not
-# multiples of 8.
-# <!-- tests/tracing/test_advice.py -->
 
 # %% [markdown]
 # ## CUDA is out of memory
@@ -482,14 +459,12 @@ torch.testing.assert_close(larger(x)[:, :5], head(x))
 # without 80GB 24GB"""
 # -->
 #
-# **What you see.** A step raises `torch.OutOfMemoryError: CUDA out of memory. Tried to allocate …`. On
-# other devices the message begins with
-# [`HIP`](https://github.com/pytorch/pytorch/blob/main/c10/cuda/CUDACachingAllocator.cpp),
-# [`XPU`](https://github.com/pytorch/pytorch/blob/main/c10/xpu/XPUCachingAllocator.cpp) or [`MPS
+# **What you see.** A step raises `torch.OutOfMemoryError: CUDA out of memory. Tried to allocate …`. On other
+# devices the message begins with `HIP`, `XPU` or [`MPS
 # backend`](https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/mps/MPSAllocator.mm).
 #
-# **A small program that shows it.** Here `forecast_memory` counts the bytes of a step without
-# running it. We assume a GPU with 24 MiB of memory. <!-- tests/tracing/test_memory.py -->
+# **A small program that shows it.** `forecast_memory` counts the bytes of a step without running it. We
+# assume a GPU with 24 MiB of memory. <!-- tests/tracing/test_memory.py -->
 
 
 # %%
@@ -505,28 +480,24 @@ assert peak_of(4096) > memory
 assert torch.cuda.OutOfMemoryError is torch.OutOfMemoryError
 
 # %% [markdown]
-# **Why.** The peak of a step does not fit into the free memory of the device. Weights stay there all the time,
-# and Adam's state from the first step on. By default, activations stay until `backward`, and gradients until
-# `zero_grad`. <!-- tests/notebooks/test_08g_speed_and_memory.py -->
+# **Why.** The weights, gradients, optimizer state and activations of a step do not fit into the free memory
+# of the device.
 #
-# Where the error appears suggests what is too large:
+# The place of the error suggests its cause:
 # - **In the forward or backward pass**: the activations, so the batch, image or sequence is too large.
 # - **In the first `optimizer.step()`**: the optimizer state, which Adam allocates there.
 # - **After many steps, or in evaluation**: [memory grows](#Memory-grows-with-each-step-or-in-evaluation).
 # - **Only after resuming**: the checkpoint is on the GPU. <!-- tests/notebooks/test_08g_speed_and_memory.py -->
-# - **With much memory reserved but unallocated**: the memory is fragmented. Set
-#   `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True` ([other
-#   names](../docs/memory_in_practice.md#pytorch_cuda_alloc_conf-or-pytorch_alloc_conf)).
+# - **With much memory "reserved but unallocated"**: the memory is fragmented. Set
+#   [`PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`](../docs/memory_in_practice.md#pytorch_cuda_alloc_conf-or-pytorch_alloc_conf).
 #
 # **The fix.** Use a smaller batch and accumulate gradients: divide each loss by the number of batches in a
 # step. Or use gradient checkpointing. Load checkpoints with `map_location="cpu"`. `amp-lab memory
-# my_model.py:MODEL --input 8,3,224,224 --memory 24GiB` forecasts the largest batch, and if nothing fits, how
-# much other settings save. <!-- tests/tracing/test_largest_batch.py --> <!--
-# tests/remedies/test_memory_remedies.py -->
+# my_model.py:MODEL --input 8,3,224,224 --memory 24GiB` forecasts the largest batch. <!--
+# tests/tracing/test_largest_batch.py --> <!-- tests/remedies/test_memory_remedies.py -->
 #
-# **Not this.** `torch.cuda.empty_cache()` in each step gives your process no more memory, because PyTorch
-# [already reuses what it has
-# cached](https://docs.pytorch.org/docs/stable/generated/torch.cuda.memory.empty_cache.html).
+# **Not this.** `torch.cuda.empty_cache()` in each step does not help, because PyTorch [already reuses what it
+# has cached](https://docs.pytorch.org/docs/stable/generated/torch.cuda.memory.empty_cache.html).
 
 # %%
 fits = largest_batch(wide, (512,), memory_bytes=memory, precision="bf16")
@@ -589,8 +560,7 @@ assert losses > numbers == 0
 
 # %% [markdown]
 # **Why.** A loss or an output that you keep holds its graph, and until `backward` the graph holds activations
-# of its batch. Without a graph, the outputs alone can fill the memory: logits have batch size x tokens x
-# vocabulary numbers.
+# of its batch. Even without a graph, the logits that you keep can fill the memory.
 #
 # **The fix.** Evaluate under `torch.inference_mode()`, add up `loss.item()`, and keep
 # `logits.argmax(-1).cpu()` in place of the logits. In [transformers'
