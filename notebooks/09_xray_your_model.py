@@ -461,8 +461,8 @@ exercises.check_casts_up(casts_up)
 #
 # ### 3. Repair a loss
 #
-# The loss `F.cross_entropy(logits, target).float()` is imprecise. Write it so that its `log_softmax` runs in
-# fp32 under CUDA's autocast.
+# For fp16 logits, the loss `F.cross_entropy(logits, target).float()` is imprecise. Write the loss so that its
+# `log_softmax` runs in fp32 under CUDA's autocast.
 
 
 # %%

@@ -387,13 +387,13 @@ for size in config["sizes"]:
 _ = figures.speedup_over_size(config["sizes"], {str(low): by_size})
 
 # %% [markdown]
-# On the CPU of this run, AMP gains more with a larger picture. AMP *pays* from the smallest size at which this and
-# all later intervals lie above 1.
+# On the CPU of this run, AMP gains more with a larger picture. To find the size
+# from which AMP pays, look for the smallest size from which all intervals lie above 1.
 #
 # ## Summary
 #
 # - The limit of a step is the FLOPs of its matmuls divided by the measured peak rate. A step takes longer than its
-#   limit, because ops such as ReLU wait for their data.
+#   limit. One reason is that ops such as ReLU wait for their data.
 # - Channels last, a fused optimizer, not reading the loss and `torch.compile` take a line or two each.
 #   Time them on your device.
 # - [AMP can make a step slower](#Where-AMP-loses) if the step has many small ops, or if the hardware emulates the
