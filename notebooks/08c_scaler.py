@@ -92,8 +92,8 @@ assert "Attempting to unscale FP16 gradients." in message
 # - By default, PEFT trains a layer in `modules_to_save` in the dtype of the base
 #   model. <!-- tests/notebooks/test_08c_scaler.py -->
 #
-# # **The fix.** Convert every parameter that you train to fp32, and let autocast make the fp16 copies.
-# Frozen weights may stay in fp16. Load the model with `dtype=torch.float32`, or for LoRA call
+# **The fix.** Convert every parameter that you train to fp32, and let autocast make the fp16 copies. Frozen
+# weights may stay in fp16. Load the model with `dtype=torch.float32`, or for LoRA call
 # `cast_mixed_precision_params(model, torch.float16)` of PEFT or [`cast_training_params(model)` of
 # Diffusers](https://github.com/huggingface/diffusers/blob/main/src/diffusers/training_utils.py).
 #
