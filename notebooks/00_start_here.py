@@ -9,16 +9,16 @@
 # %% [markdown]
 # # Train with AMP in five minutes
 #
-# **What you'll do.** Train a small network twice on your machine: once in plain fp32 and once with
+# **What you'll do.** Train a small network twice on your machine: once in fp32 (32-bit numbers) and once with
 # automatic mixed precision (AMP). One figure compares time, memory and loss.
 #
 # **What you'll learn.**
-# - the few lines that turn a training loop into an AMP loop, and what each line is for;
+# - the few lines that turn a training loop into an AMP loop;
 # - how much time, and how much memory of activations, AMP saves on *this* machine;
 # - which notebook answers your question.
 #
-# **What you need.** Basic PyTorch: a model, a loss, an optimizer. You need no GPU, and the notebook
-# downloads nothing. Run the cells from top to bottom with Shift+Enter.
+# **What you need.** Basic PyTorch: a model, a loss, an optimizer. You need no GPU. Run the cells from top to bottom
+# with Shift+Enter.
 
 # %% tags=["nbval-ignore-output"]
 from functools import partial
@@ -35,15 +35,13 @@ device, scale = start()  # AMP_LAB_DEVICE and AMP_LAB_SCALE override the choice
 figures.use_style()
 
 # %% [markdown]
-# The printed line shows the device, the version of torch and the date.
-# *Quick scale* means that the problems are small enough for a CPU. <!-- tests/core/test_device.py -->
-# <!-- tests/notebooks/test_notebooks.py -->
+# In the printed line, *quick scale* means that the problems are small enough for a CPU.
+# <!-- tests/core/test_device.py --> <!-- tests/notebooks/test_notebooks.py -->
 #
 # ## The idea in five lines
 #
-# By default `torch.ones` creates a tensor in fp32, in which a number takes 32 bits. Inside a
-# `torch.autocast` block, ops such as matrix multiplications use 16 bits instead. We multiply two matrices
-# outside and inside such a block.
+# By default, `torch.ones` creates a tensor in fp32. Inside a `torch.autocast` block, ops such as matrix multiplications
+# use 16 bits instead. We multiply two matrices outside and inside such a block.
 
 # %%
 x, weight = torch.ones(64, 64, device=device), torch.ones(64, 64, device=device)
@@ -61,8 +59,8 @@ assert 2 * half.nbytes == full.nbytes
 #
 # ## A network and some data
 #
-# We train on the handwritten digits of scikit-learn, images of 8 by 8 pixels. The network has three linear
-# layers. The hidden layers are wide, so that there is enough work to speed up.
+# We train a network with three linear layers on the handwritten digits of scikit-learn. The hidden layers are wide, so
+# that there is enough work to speed up.
 
 # %%
 digits = load_digits()
@@ -136,19 +134,17 @@ def train_amp(model, optimizer, batches, dtype, scaler):
 # The marked lines use two tools:
 #
 # - **`torch.autocast`** runs linear layers and convolutions in 16 bits, on 16-bit copies of their inputs and
-#   weights. The weights themselves stay in fp32. [Some other ops](02_autocast_dtypes.ipynb), such as
-#   `mse_loss`, run in fp32.
-# - **The scaler** is for fp16, where a gradient smaller than about 3e-8 [becomes
+#   weights. The weights themselves stay in fp32. [Some other ops](02_autocast_dtypes.ipynb) run in fp32.
+# - **[The scaler](03_grad_scaler_step_by_step.ipynb)** is for fp16, where a gradient smaller than about 3e-8 [becomes
 #   zero](01_number_formats.ipynb#Underflow). `scale` multiplies the loss, and so all gradients, by a large
 #   number, the *loss scale*. `step` divides the gradients by the loss scale before the optimizer uses
-#   them. `update` adjusts the loss scale for the next step. For bf16 we create [the
-#   scaler](03_grad_scaler_step_by_step.ipynb) with `enabled=False`, so it scales nothing.
+#   them. `update` adjusts the loss scale for the next step.
 #
 # Autocast uses [two 16-bit formats](01_number_formats.ipynb#Range). **bf16** has about the range of fp32 and
-# usually needs no scaler. **fp16** is more precise, but its largest number is 65504. As a rule of thumb,
-# use bf16 on hardware that is fast in bf16, and fp16 on [a T4, V100 or RTX
-# 20](../docs/hardware.md#t4-v100-and-rtx-20). `recommend_precision` times a matrix multiplication in several
-# precisions and recommends one for this device: <!-- tests/core/test_device.py -->
+# usually needs no scaler. **fp16** is more precise, but its largest number is 65504. Use bf16 on most hardware, and
+# fp16 on [a T4, V100 or RTX 20](../docs/hardware.md#t4-v100-and-rtx-20). `recommend_precision` times a matrix
+# multiplication and recommends a precision for this device. We enable the scaler only for fp16:
+# <!-- tests/core/test_device.py -->
 
 # %% tags=["nbval-ignore-output"]
 recommended = recommend_precision(device)
@@ -158,8 +154,8 @@ scaler = torch.amp.GradScaler(device.type, enabled=(precision is Precision.FP16)
 assert scaler.is_enabled() == (precision is Precision.FP16)
 
 # %% [markdown]
-# If the line recommends fp32, either this device has no fast 16-bit matrix multiplication, or the machine
-# was too busy to measure it. Then we train with AMP in bf16 anyway. <!-- tests/core/test_device.py -->
+# If the line recommends fp32, we measured no faster matrix multiplication in 16 bits. Then we train with AMP in bf16
+# anyway. <!-- tests/core/test_device.py -->
 #
 # ## Compare loss, time and memory
 #
@@ -183,12 +179,10 @@ assert abs(last[str(precision)] - last["fp32"]) < 0.02 * first  # equally well
 assert {p.dtype for p in amp_model.parameters()} == {torch.float32}
 
 # %% [markdown]
-# Both runs end at nearly the same loss, as the second assertion checks. The weights are still in fp32, so
-# their updates are rounded as in the fp32 run.
+# Both runs end at nearly the same loss. The weights and their updates are still in fp32.
 #
-# Next we measure the time of a step. `compare` runs steps of both loops in turns. We also compare the *saved
-# activations*: the tensors, such as the inputs of layers, that the forward pass keeps for the backward pass.
-# Weights and their 16-bit copies do not count. `forecast_memory` computes the size from the shapes.
+# Next we measure the time of a step. We also forecast the memory of the *saved activations*: the tensors, such as the
+# inputs of layers, that the forward pass keeps for the backward pass.
 # <!-- tests/core/test_timing.py -->
 # <!-- tests/tracing/test_memory.py -->
 
@@ -214,19 +208,11 @@ print(f"AMP is {speedup} as fast as fp32, with {share:.0%} of its saved activati
 assert memory[str(precision)] < memory["fp32"]
 
 # %% [markdown]
-# The figure has three panels:
-#
-# - **Left:** the time of one step. The thin line on each bar and the range in brackets show the
-#   uncertainty of the measurement.
-# - **Middle:** the memory of the saved activations.
-# - **Right:** the loss over the 70 steps. <!-- tests/plots/test_plots.py -->
-#
-# The stored outputs come from two CPU cores with bf16 instructions, where AMP made a step faster. Your
-# machine may differ.
+# In the left panel, the thin line on each bar shows the uncertainty of the measurement.
+# <!-- tests/plots/test_plots.py --> On our two CPU cores with bf16 instructions, AMP made a step faster. Your machine
+# may differ.
 #
 # ## Where do you want to go?
-#
-# Find your question, then open the notebook, or run the command in a terminal.
 #
 # | your question | where to look |
 # |---|---|
@@ -252,9 +238,8 @@ assert memory[str(precision)] < memory["fp32"]
 #
 # ## Summary
 #
-# Four lines of the loop are new or changed: an autocast block around the forward pass and the loss, and
-# three calls of a scaler, which is enabled only for fp16. Here AMP about halved the saved activations and
-# left the loss about the same.
+# Four lines of the loop are new or changed: an autocast block around the forward pass and the loss, and three calls of
+# a scaler, which is enabled only for fp16. Here AMP about halved the saved activations, and the loss is about the same.
 #
 # Next: [what the formats can and cannot represent](01_number_formats.ipynb).
 #
@@ -296,8 +281,6 @@ exercises.check_needs_scaler(needs_scaler)
 #     return dtype is torch.float16
 # ```
 #
-# bf16 has [the exponent of fp32](01_number_formats.ipynb#Range), so its smallest normal number is the same.
-#
 # </details>
 #
 # ### 2. Turn a loop into an AMP loop
@@ -314,7 +297,7 @@ exercises.check_needs_scaler(needs_scaler)
 #     return loss.detach()
 # ```
 #
-# Correct the step. Use the scaler, so that the step also works if you change the dtype to fp16.
+# Correct the step, and use the scaler.
 
 
 # %%
@@ -327,8 +310,8 @@ exercises.check_marked_lines(amp_step)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# Autocast belongs around the forward pass and the loss. The backward pass needs no block, because it
-# [follows the dtypes of the forward pass](02_autocast_dtypes.ipynb#Backward:-no-autocast-there).
+# Autocast belongs around the forward pass and the loss. The backward pass [needs no
+# block](02_autocast_dtypes.ipynb#Backward:-no-autocast-there).
 #
 # </details>
 #
@@ -350,7 +333,6 @@ exercises.check_marked_lines(amp_step)
 # ## Further reading
 #
 # - PyTorch, [Automatic mixed precision
-#   recipe](https://docs.pytorch.org/tutorials/recipes/recipes/amp_recipe.html): the same loop, on an
-#   NVIDIA GPU.
+#   recipe](https://docs.pytorch.org/tutorials/recipes/recipes/amp_recipe.html).
 # - P. Micikevicius et al., [Mixed Precision Training](https://arxiv.org/abs/1710.03740), ICLR 2018: fp32
 #   weights with fp16 arithmetic.
