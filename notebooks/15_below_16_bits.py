@@ -74,8 +74,7 @@ print("E2M1 without its negative numbers:", halves[halves >= 0].tolist())
 assert halves[halves >= 0].tolist() == [0, 0.5, 1, 1.5, 2, 3, 4, 6]
 
 # %% [markdown]
-# E4M3 is named after its 4 exponent bits and 3 mantissa bits. Below, we use
-# mostly E4M3 and E2M1.
+# E4M3 is named after its 4 exponent bits and 3 mantissa bits.
 #
 # PyTorch can cast to FP8, but [many
 # ops](https://docs.pytorch.org/docs/stable/tensor_attributes.html), such as `+`, do not support it. So below we
@@ -339,7 +338,7 @@ report
 # mean that the model learns. To test learning, run `amp-lab rehearse --steps 20`.
 # <!-- tests/cli/test_rehearse_command.py -->
 #
-# We check the two layers, and one error:
+# We check the two layers, and the error of the gradients:
 
 # %%
 for layer in ("blocks.1.up", "blocks.1.down"):
@@ -566,6 +565,4 @@ exercises.check_left_out(left_out)
 # ## Further reading
 #
 # - P. Micikevicius et al., [FP8 Formats for Deep Learning](https://arxiv.org/abs/2209.05433), 2022.
-# - NVIDIA, [Pretraining Large Language Models with NVFP4](https://arxiv.org/abs/2509.25149),
-#   2025: the Hadamard transform, stochastic rounding and the layers that stay in 16 bits.
-# - [torchao's float8 training](https://github.com/pytorch/ao/tree/main/torchao/float8).
+# - NVIDIA, [Pretraining Large Language Models with NVFP4](https://arxiv.org/abs/2509.25149), 2025.
