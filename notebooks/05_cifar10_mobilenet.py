@@ -212,8 +212,7 @@ _ = figures.loss_and_accuracy(losses, accuracies)
 assert all((loss[:, -1] < 0.5 * loss[:, 0]).all() for loss in losses.values())  # all have learned
 
 # %% [markdown]
-# Each line is the mean over three seeds. The band around a line reaches from the lowest to the highest
-# of the three results.
+# Each line is the mean over three seeds, in a band from the lowest to the highest result.
 #
 # ## Is the accuracy the same?
 #
@@ -330,7 +329,7 @@ print("loss scale at the start, in the middle, at the end:", scales)
 assert scales[0] > scales[1]  # it has skipped steps
 
 # %% [markdown]
-# To resume, we create a new run, load the saved states into it, and continue.
+# To resume, we load the saved states into a new run and continue.
 
 
 # %%
@@ -378,7 +377,7 @@ folder.cleanup()
 #
 # ## Summary
 #
-# - With `enabled=`, one loop works in every precision. Use one scaler for the whole run.
+# - With `enabled=`, one loop works in every precision.
 # - By our yardstick, a difference in accuracy counts if it is larger than the spread of the seeds plus
 #   two standard errors.
 # - If autocast makes your network slower, time its layers by kind, and run the slow kinds with [autocast

@@ -274,9 +274,8 @@ for dtype in (torch.float32, torch.bfloat16):
     assert abs(fake / counted - 1) < 0.001  # a few small buffers may differ in dtype
 
 # %% [markdown]
-# Rounded to MiB, the counts are equal. Now we count steps with 256 and with 512 images. For AMP we use bf16,
-# which takes as many bytes as fp16. Before you run this: how much will AMP need at batch 512, compared with
-# FP32 at 256 and at 512?
+# Now we count steps with 256 and with 512 images. For AMP we use bf16, which takes as many bytes as fp16.
+# Before you run this: how much will AMP need at batch 512, compared with FP32 at 256 and at 512?
 
 # %%
 frozen = {
@@ -319,7 +318,7 @@ _ = figures.memory_by_dtype(
 )
 
 # %% [markdown]
-# With 512 images, the step does not fit, even with AMP. Each bar is the peak memory, split by dtype.
+# With 512 images, the step does not fit, even with AMP.
 #
 # AMP does not make these tensors smaller:
 #
@@ -425,8 +424,8 @@ exercises.check_head_mode(head_mode)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# `requires_grad` does not help here. Every module has its own mode. If you call `eval()` on a module, you
-# also set the mode of all modules inside it.
+# Every module has its own mode. If you call `eval()` on a module, you also set the mode of all modules
+# inside it.
 #
 # </details>
 #
