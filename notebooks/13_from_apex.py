@@ -105,9 +105,9 @@ assert torch.equal(today, as_apex_did)
 #   such as softmax and `cross_entropy` cast [their inputs to
 #   fp32](https://github.com/NVIDIA/apex/blob/e13873debc4699d39c6861074b9a3b2a02327f92/apex/amp/lists/functional_overrides.py).
 # - **Master weights** (O2): the optimizer updates an fp32 copy of each fp16 weight.
-# - **The dynamic loss scale** (O1 and O2) changed during training, as the scale of a `GradScaler` does. It
-#   [started at
-#   2^16](https://github.com/NVIDIA/apex/blob/e13873debc4699d39c6861074b9a3b2a02327f92/apex/amp/scaler.py).
+# - **The dynamic loss scale** (O1 and O2) [changed during
+#   training](https://github.com/NVIDIA/apex/blob/e13873debc4699d39c6861074b9a3b2a02327f92/apex/amp/scaler.py), as the
+#   scale of a `GradScaler` does.
 #
 # ## What each level did, and what replaces it today
 #
@@ -155,8 +155,7 @@ assert table["O0"] == table["fp32 today"]
 # ### O0 and O1: fp32, and casts around ops
 #
 # Today O0 is a loop in fp32, without autocast. O1 is `torch.autocast` with `dtype=torch.float16` and a
-# `GradScaler`. We compare the losses of all steps. On a CPU, the losses must be equal to the last bit. On a GPU,
-# they may differ by 0.2 % of the largest loss.
+# `GradScaler`. We compare the losses of all steps (on a GPU with a small tolerance):
 
 # %%
 SAME = 0 if device.type == "cpu" else 2**-9
@@ -455,7 +454,6 @@ folder.cleanup()
 #
 # - O1 is autocast with `GradScaler`. For cross-entropy, pass `logits.float()`.
 # - O2 took more memory per parameter than autocast: with Adam 20 bytes instead of 16 for a linear layer.
-# - O3 is `model.half()`. It loses small updates, and our second loss was NaN.
 # - In the loop, `scale_loss` becomes `scale(loss).backward()`, and `optimizer.step()` becomes
 #   `scaler.step(optimizer)`. Call `unscale_` before you clip, and `update` after the step.
 # - When you move from `torch.cuda.amp`, pass the dtype, and pass the device as the first argument.

@@ -84,8 +84,7 @@ for dtype in (fp16, bf16):
 # | 9. Try larger batches | right for memory | AMP makes many activations smaller ([09](09_xray_your_model.ipynb)); measure whether a larger batch is faster ([10](10_speed_ladder.ipynb)) |
 # | 10. Profile before and after | right | see [below](#Profile-before-and-after) |
 #
-# In the last section we profile fp16 if `amp-lab` recommends it for your device, and bf16 otherwise:
-# <!-- tests/core/test_device.py -->
+# For the profile, we choose a 16-bit dtype for your device: <!-- tests/core/test_device.py -->
 
 # %% tags=["nbval-ignore-output"]
 report = describe_device(device)
@@ -268,7 +267,7 @@ exercises = checks_of("14_ten_practices")
 # ### 1. How many steps are lost?
 #
 # A training run starts with the default scale of 65536. Its gradients overflow at every scale above
-# 3000. How many steps are lost at the start, because the scaler skips them?
+# 3000. How many steps does the scaler skip at the start?
 
 # %%
 lost_steps = ...
