@@ -79,7 +79,7 @@ for name, dtype in FORMATS.items():
 #
 # - **fp32 and bf16** both have 8 exponent bits. bf16 has 16 mantissa bits fewer than fp32.
 # - **fp16** has as many bits as bf16, but three more for the mantissa and three fewer for the exponent.
-# - **The names of the fp8 formats** count the bits: E5M2 has 5 for the exponent and 2 for the mantissa.
+# - **fp8 E5M2** has 5 exponent bits and 2 mantissa bits.
 #
 # The sixth format, **TF32**, has no dtype: it is a faster way to multiply fp32 matrices. [NVIDIA's GPUs since
 # Ampere](https://docs.pytorch.org/docs/stable/notes/cuda.html#tensorfloat-32-tf32-on-ampere-and-later-devices)
@@ -148,7 +148,7 @@ assert numbers.half().tolist() == [2048, 2048, 2050, 2052, 2052, 2052, 2054, 205
 
 # %% [markdown]
 # Within the range of a format, one rounding errs by at most half the spacing. For normal numbers, this is at
-# most eps/2 times the number: 0.4 % in bf16 and 0.05 % in fp16.
+# most eps/2 times the number: about 0.4 % in bf16 and 0.05 % in fp16.
 # <!-- tests/notebooks/test_01_number_formats.py -->
 #
 # ## Overflow
@@ -225,8 +225,8 @@ for name, expected in ends_at.items():
 #
 # ## Three techniques that make 16 bits work
 #
-# The paper [*Mixed Precision Training*](https://arxiv.org/abs/1710.03740) showed how to train networks in
-# fp16 to the accuracy of fp32. It uses three techniques. We try each on a tiny example.
+# The paper [*Mixed Precision Training*](https://arxiv.org/abs/1710.03740) shows how to train networks in fp16
+# to the accuracy of fp32, with three techniques. We try each on a tiny example.
 #
 # ### 1. Master weights in fp32, against swamping
 #
@@ -274,13 +274,12 @@ assert abs(scaled / expected - 1) < fp16.eps  # fp16 rounds once, by eps/2 at mo
 # %% [markdown]
 # Without a scale the gradient becomes zero. With a scale of 2^16 it arrives with the precision of fp16.
 #
-# Loss scaling works because backpropagation is linear. If we multiply the loss by 2^16, every gradient is
-# 2^16 times as large on its way through fp16. Afterwards we divide by 2^16 in fp32.
+# Backpropagation is linear: if we multiply the loss by 2^16, every gradient is 2^16 times as large on its way
+# through fp16. Afterwards we divide by 2^16 in fp32.
 #
 # ### 3. Sums in fp32, against swamping in matmuls
 #
-# Each element of a matmul is a sum of products. We add up 8192 products in fp16 and in fp32. Then we let
-# PyTorch compute the same sum as `a @ b`.
+# A matmul adds up products. We add up 8192 products in fp16, in fp32, and as `a @ b`.
 
 # %%
 torch.manual_seed(0)
@@ -392,8 +391,7 @@ exercises.check_first_missing(first_missing_in_bf16)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# bf16's eps is 2^-7, and the spacing doubles at each power of two. From which power of two on is the
-# spacing larger than 1?
+# bf16's eps is 2^-7. From which power of two on is the spacing larger than 1?
 #
 # </details>
 #
@@ -508,7 +506,6 @@ exercises.check_largest_scale(largest_scale)
 #
 # ## Further reading
 #
-# - P. Micikevicius et al., [Mixed Precision Training](https://arxiv.org/abs/1710.03740), ICLR 2018.
 # - D. Goldberg, [What every computer scientist should know about floating-point
 #   arithmetic](https://doi.org/10.1145/103162.103163), ACM Computing Surveys, 1991.
 # - [Numerical accuracy](https://docs.pytorch.org/docs/stable/notes/numerical_accuracy.html) and [CUDA

@@ -36,8 +36,7 @@ _ = torch.manual_seed(0)
 # %% [markdown]
 # ## The idea in five lines
 #
-# We run three ops on fp32 tensors under autocast: a matrix multiplication, an addition, and `torch.outer`.
-# Before you run this: which dtype does each of the three results have?
+# We run three ops on fp32 tensors under autocast. Before you run this: which dtype does each result have?
 #
 # In this notebook, `low` is the 16-bit dtype that autocast casts to. We use the default of the *backend* (the
 # type of device): bf16 on a CPU and fp16 on a GPU.
@@ -140,8 +139,8 @@ for name, dtype in found.items():
 assert list(found.values()) == [low] + [torch.float32] * 4 + [low]
 
 # %% [markdown]
-# Autocast lowers only the first matmul. Plain `prod` follows its policy and returns fp32. The other four calls are
-# not eligible:
+# Autocast lowers only the first matmul. Plain `prod` follows its policy and returns fp32. The other four calls
+# are not eligible:
 #
 # - **In-place ops and `out=`** write into an existing tensor, whose dtype cannot change.
 # - **Tensors on another device** are not cast. Pass the device of your tensors to `torch.autocast`:
@@ -240,7 +239,7 @@ assert list(counts.values()) == [1, 5, 5, 5]
 
 # %% [markdown]
 # Only the trained weight with the cache needed a single cast. In training, the cache keeps the casts of fp32
-# **leaf tensors that require a gradient** until the outermost block ends.
+# **parameters that require a gradient** until the outermost block ends.
 # <!-- tests/notebooks/test_02_autocast_dtypes.py -->
 #
 # If a weight changes inside the block, the cached cast is out of date. We double a weight, as
@@ -311,7 +310,7 @@ exact = wide.T @ torch.ones(4, 4, device=device)
 torch.testing.assert_close(weight.grad, exact, rtol=0.02, atol=0)  # about five roundings of 2^-8
 
 # %% [markdown]
-# Now the backward pass succeeds, and the gradient arrives in fp32.
+# Now the backward pass succeeds.
 #
 # ## Ask for any backend's policy
 #
@@ -360,7 +359,6 @@ assert all(table[name][1] == predicted for name, predicted in here.items())
 # - Parameters and their gradients stay fp32. Results keep their dtype when they leave the block.
 # - One block goes around the forward pass and the loss. `backward()` and `step()` stay outside.
 # - An fp32 island needs `enabled=False`, and `.float()` on its 16-bit inputs.
-# - Decorate an autograd function with `custom_fwd` and `custom_bwd`.
 #
 # Next: [notebook 03](03_grad_scaler_step_by_step.ipynb) follows a `GradScaler`, which fp16 needs in
 # addition, through a training step.

@@ -17,8 +17,8 @@
 # - why the scaler sometimes skips a step, and why this is not an error;
 # - how the scaler finds a good loss scale.
 #
-# **What you need.** [Notebook 01](01_number_formats.ipynb) explains why small gradients vanish in fp16.
-# [Notebook 02](02_autocast_dtypes.ipynb) introduces `torch.autocast`. You need no GPU.
+# **What you need.** [Notebook 01](01_number_formats.ipynb) and [notebook 02](02_autocast_dtypes.ipynb). You
+# need no GPU.
 
 # %% tags=["nbval-ignore-output"]
 from dataclasses import dataclass
@@ -252,13 +252,11 @@ assert scales == [4096] * 3 + [8192] * 3 + [16384]
 assert torch.amp.GradScaler(device.type).get_growth_interval() == 2000
 
 # %% [markdown]
-# The scale doubles to 8192 after three good steps, and to 16384 after six.
-#
 # ## The scale over a whole training run
 #
 # With both rules, the scale climbs until a gradient overflows, then halves and climbs again. To plot the
-# scale, we fit a linear layer to noisy data, with a growth interval of 10. This time the loss is `mse_loss`,
-# which autocast runs in fp32. So the scale may exceed 65504 while the gradients are small.
+# scale, we fit a linear layer to noisy data, with a growth interval of 10. This time autocast runs the loss in
+# fp32, so the scale may exceed 65504 while the gradients are small.
 
 # %%
 torch.manual_seed(0)
@@ -293,8 +291,8 @@ assert loss.dtype is torch.float32
 assert max(scales) > 65504
 
 # %% [markdown]
-# The scale doubles every ten steps until a gradient overflows. Each cross marks an overflow: the step is
-# skipped and the scale halves. The loss still ends at the level of the noise.
+# Each cross marks an overflow: the step is skipped and the scale halves. The loss still ends at the level of
+# the noise.
 #
 # ## What a scaler costs
 #
@@ -409,8 +407,7 @@ exercises.check_smallest_scale(smallest_scale)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# The smallest positive fp16 number is 2^-24. How is a number rounded that lies exactly halfway between 0
-# and 2^-24?
+# The smallest positive fp16 number is 2^-24. A number halfway between 0 and 2^-24 is rounded to 0.
 #
 # </details>
 #
@@ -420,8 +417,7 @@ exercises.check_smallest_scale(smallest_scale)
 # smallest_scale = 4
 # ```
 #
-# 2^-26 times 4 is 2^-24, which is an fp16 number. With a scale of 2 we get 2^-25, halfway between 0 and
-# 2^-24, which is rounded to 0.
+# 2^-26 times 4 is 2^-24. With a scale of 2 we get 2^-25, which is rounded to 0.
 #
 # </details>
 #
@@ -447,8 +443,8 @@ exercises.check_scale_after(scale_at_the_end)
 # scale_at_the_end = 512
 # ```
 #
-# Step 2 halves the scale to 512. Steps 3, 4 and 5 are good, so the scale doubles to 1024. Two good steps are
-# not enough for the next doubling. Step 8 halves the scale to 512 again.
+# Step 2 halves the scale to 512. Steps 3, 4 and 5 are good, so the scale doubles to 1024. Step 8 halves the
+# scale to 512 again.
 #
 # </details>
 #
