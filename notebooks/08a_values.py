@@ -9,8 +9,7 @@
 # %% [markdown]
 # # Keep values inside the range of fp16
 #
-# **What you'll do.** Look up one failure: its message or symptom, a small program that shows it,
-# why it happens, and the fix.
+# **What you'll do.** Look up one failure: its symptom, a small program that shows it, the reason and the fix.
 #
 # **What you'll learn.** You will be able to repair:
 # - [The loss is NaN because an activation exceeds 65504](#The-loss-is-NaN-because-an-activation-exceeds-65504);
@@ -23,9 +22,8 @@
 # - [Training is fine but evaluation is NaN](#Training-is-fine-but-evaluation-is-NaN);
 # - [Anomaly detection stops at a harmless overflow](#Anomaly-detection-stops-at-a-harmless-overflow).
 #
-# **What you need.** You need no GPU. This notebook is a reference, so read only the section that you need.
-# For other failures, see the [index](08_when_amp_breaks.ipynb). The code of a failure, such as `AMP0015`,
-# stands below its heading. In the programs, `make` returns a model and its optimizer, and `message_of`
+# **What you need.** You need no GPU. Read only the section of your failure. For other failures, see the
+# [index](08_when_amp_breaks.ipynb). In the programs, `make` returns a model and its optimizer, and `message_of`
 # returns the message of the error that a call raises.
 
 # %% tags=["nbval-ignore-output"]
@@ -74,8 +72,7 @@ x = torch.tensor([[1.0, 2.0]])  # (1, 2), the input of most programs below
 #
 # **What you see.** The loss is `nan` in fp16. In fp32 the loss is fine.
 #
-# **A small program that shows it.** We pass the output of a layer with large weights to a normalisation. The
-# same function computes the loss in each dtype.
+# **A small program that shows it.** We pass the output of a layer with large weights to a normalisation.
 
 
 # %%
@@ -100,8 +97,8 @@ assert loss_in(torch.float16, model).isnan()
 # that overflow in fp32: switch autocast off around them, and cast their inputs with `.float()`. If the loss is NaN in
 # fp32 too, look for NaN in the data, and find the op that makes the NaN with `amp_lab.numerics.find_nonfinite`.
 #
-# The first matmul after these layers casts its input to fp16 again, so the values must be small again before it.
-# Here the normalisation makes them small. <!-- tests/notebooks/test_08a_values.py -->
+# The next matmul casts its input to fp16 again, so the values must be small there. Here, the normalisation makes
+# them small. <!-- tests/notebooks/test_08a_values.py -->
 
 
 # %%
@@ -123,8 +120,7 @@ torch.testing.assert_close(loss_in(torch.bfloat16, model), exact, rtol=0.05, ato
 torch.testing.assert_close(loss_in(torch.float16, repaired), exact, rtol=0.01, atol=0)  # 11 bits
 
 # %% [markdown]
-# **Not this.** Do not clamp the activations to 65504. A value of 150,000 then becomes 65504, and no message says
-# so.
+# **Not this.** Do not clamp the activations to 65504. A value of 150,000 then becomes 65504 without a message.
 
 # %%
 assert torch.tensor(150_000.0).half().clamp(max=65504) == 65504
@@ -160,8 +156,7 @@ assert finder.report.module == "0"
 # overflow`. In other cases there is no message, but attention is NaN.
 #
 # **A small program that shows it.** We fill fp16 scores with -1e9, and bf16 scores with the lowest number of
-# fp32. That number does not fit either, because the range of bf16 ends slightly earlier than that of fp32. Finally,
-# we add -1e9 to the fp16 scores.
+# fp32. Then we add -1e9 to the fp16 scores.
 
 # %%
 with torch.autocast("cpu", dtype=torch.float16):
@@ -174,12 +169,10 @@ print(added)
 assert added[0].isnan().all()
 
 # %% [markdown]
-# **Why.** The constant, often -1e9, does not fit into the tensor's dtype. In eager mode, `masked_fill` on a
-# CPU or CUDA GPU refuses it. In fp16, addition, `torch.where` and `scores[0, 0] = -1e9` give -inf instead, and the
-# softmax of a row of -inf is NaN. <!-- tests/notebooks/test_08a_values.py -->
+# **Why.** The constant, often -1e9, does not fit into the tensor's dtype, so `masked_fill` can refuse it. In fp16,
+# addition and `torch.where` give -inf instead, and the softmax of a row of -inf is NaN. <!-- tests/notebooks/test_08a_values.py -->
 #
-# **The fix.** Use a constant that fits: for a mask `torch.finfo(scores.dtype).min`, the lowest finite number of the
-# dtype.
+# **The fix.** Use a constant that fits, such as `torch.finfo(scores.dtype).min` for a mask.
 
 # %%
 lowest = torch.finfo(scores.dtype).min
@@ -243,12 +236,10 @@ nowhere = hidden.all(-1, keepdim=True)
 assert attend(v, hidden & ~nowhere).tolist() == [[1, 1], [1, 1]]
 
 # %% [markdown]
-# On a CPU, `F.scaled_dot_product_attention` returns 0 for such a row [since torch
-# 2.5](https://github.com/pytorch/pytorch/pull/133882). A module can still return NaN:
-# <!-- tests/notebooks/test_08a_values.py -->
+# PyTorch's modules can return NaN for such a row: <!-- tests/notebooks/test_08a_values.py -->
 #
-# - if `nn.MultiheadAttention` returns its weights, which is the default: pass `need_weights=False`;
-# - if `nn.MultiheadAttention` or `nn.TransformerEncoderLayer` runs in evaluation without gradients: call
+# - `nn.MultiheadAttention` if it returns its weights, which is the default: pass `need_weights=False`;
+# - `nn.MultiheadAttention` and `nn.TransformerEncoderLayer` in evaluation without gradients: call
 #   `torch.backends.mha.set_fastpath_enabled(False)`.
 #
 # **Not this.** Do not apply `nan_to_num` to the output of attention: the output is then finite, but the
@@ -284,10 +275,9 @@ assert v.grad.isnan().all()
 # -->
 #
 # **What you see.** `generate` or `torch.multinomial` fails with ``probability tensor contains either `inf`, `nan` or
-# element < 0``. Without sampling, the text can be one repeated token, such as
-# `!!!!` ([report](https://github.com/QwenLM/Qwen3/issues/761)).
+# element < 0``. Without sampling, the text can be one repeated token, such as `!!!!`.
 #
-# **A small program that shows it.** We sample from logits that overflow in fp16.
+# **A small program that shows it.** The logits overflow in fp16.
 
 
 # %%
@@ -343,8 +333,7 @@ assert torch.multinomial(logits_in(torch.bfloat16).softmax(-1), 1).item() in (0,
 #
 # **What you see.** Some values are NaN, for example in a row of zeros.
 #
-# **A small program that shows it.** We divide each row by its largest absolute value. One row is all
-# zeros.
+# **A small program that shows it.** We divide each row by its largest absolute value. One row is all zeros.
 
 
 # %%
@@ -362,8 +351,7 @@ assert torch.tensor(1e-8).half() == 0
 # **Why.** The smallest positive number of fp16 is 6e-8, so an epsilon of 1e-8 or 1e-12 rounds to zero and no longer
 # prevents a division by zero.
 #
-# `F.normalize` has an epsilon of 1e-12 by default. In eager mode on a CPU, it also returns NaN for a row of
-# zeros in fp16.
+# With its default epsilon of 1e-12, `F.normalize` can return NaN for a row of zeros in fp16.
 #
 # **The fix.** Compute the division in fp32, on `h.float()`. If you train, also use a larger epsilon, such as 1e-3,
 # because a tiny epsilon makes the gradient of a row of zeros huge. <!-- tests/remedies/test_nonfinite_remedies.py -->
@@ -388,7 +376,7 @@ assert rescale(h.half().float(), eps=1e-3).isfinite().all()
 #
 # **What you see.** A loss that takes `log(p)` and `log(1 - p)` is inf or NaN, although `p` is clamped.
 #
-# **A small program that shows it.** We write binary cross-entropy by hand. Both predictions are right.
+# **A small program that shows it.** We write binary cross-entropy by hand.
 
 
 # %%
@@ -443,7 +431,7 @@ assert torch.tensor(1 - 1e-3).bfloat16() == 1
 # -->
 #
 # **What you see.** The output of a layer is exactly zero, and the layers before it do not learn. Or a Dice loss
-# is NaN. There is no message.
+# is NaN.
 #
 # **A small program that shows it.** We write root-mean-square normalisation by hand.
 
@@ -462,11 +450,10 @@ assert rms_norm(h).count_nonzero() == 0
 assert weight.grad.count_nonzero() == 0
 
 # %% [markdown]
-# **Why.** In fp16 the square of 256 is infinite, and a sum of many values can be too. Dividing by infinity gives 0 or
-# NaN.
+# **Why.** In fp16 the square of 256 is infinite, and a sum of many values can be infinite too. Dividing by infinity
+# gives 0 or NaN.
 #
-# Autocast leaves the multiplication `h * h` in fp16. The sum of an fp16 mask in a Dice or IoU loss can overflow too,
-# outside autocast: 512 x 512 ones add up to 262,144.
+# Autocast leaves the multiplication `h * h` in fp16. In a Dice loss, 512 x 512 ones add up to 262,144.
 #
 # **The fix.** Use PyTorch's function, such as `F.rms_norm`, or call `.float()` on the input of the formula, such as
 # the logits of a loss.
@@ -478,10 +465,6 @@ with torch.autocast("cpu", dtype=torch.float16):
     torch.testing.assert_close(F.rms_norm(h, (2,)).float(), exact, rtol=1e-3, atol=0)
 pixels = torch.ones(512, 512).half().sum()
 assert (2 * pixels / (pixels + pixels)).isnan()  # a Dice score
-
-# %% [markdown]
-# **Notice it earlier.** If all gradients of a layer are zero, wrap the step in `find_nonfinite`. It also
-# reports an infinite input of `rsqrt`, as here. <!-- tests/numerics/test_nonfinite.py -->
 
 # %% [markdown]
 # ## Training is fine but evaluation is NaN
@@ -500,11 +483,9 @@ assert (2 * pixels / (pixels + pixels)).isnan()  # a Dice score
 # words = "batchnorm batch norm running_mean running_var buffers eval validation inference batchnorm1d"
 # -->
 #
-# **What you see.** The scaler skipped one step after a bad batch, and training went on as if nothing had
-# happened. Later the model returns NaN in evaluation.
+# **What you see.** The scaler skipped one step, and training went on. Later the model returns NaN in evaluation.
 #
-# **A small program that shows it.** We train a model with batch normalisation on four batches. The second
-# batch overflows.
+# **A small program that shows it.** We train a model with batch normalisation. The second batch overflows.
 
 # %%
 model, optimizer = make(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 1))
@@ -557,8 +538,8 @@ assert model.eval()(x).isfinite()
 # **What you see.** With anomaly detection, `backward` raises
 # `Function 'MulBackward0' returned nan values in its 0th output.` Without anomaly detection, the run trains well.
 #
-# **A small program that shows it.** A gradient overflows at the current loss scale. Then a mask multiplies the
-# gradient by 0.
+# **A small program that shows it.** A gradient overflows at the current loss scale. Then a mask
+# multiplies the gradient by 0.
 
 
 # %%
@@ -585,8 +566,8 @@ print(message_of(lambda: masked_step(torch.amp.GradScaler("cpu", init_scale=2.0*
 assert masked_step(torch.amp.GradScaler("cpu", init_scale=1.0)).tolist() == [0.0, 1.0]
 
 # %% [markdown]
-# **Not this.** Do not leave the scaler out of a run in fp16 because of this message: small gradients then become zero
-# ([notebook 03](03_grad_scaler_step_by_step.ipynb)). Switch anomaly detection off instead.
+# **Not this.** Do not leave the scaler out of a run in fp16 because of this message: small gradients then become
+# zero. Switch anomaly detection off instead.
 
 # %% [markdown]
 # ## Further reading

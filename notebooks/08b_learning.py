@@ -9,9 +9,7 @@
 # %% [markdown]
 # # Find out why a model learns nothing
 #
-# **What you'll do.** Find out why a model learns nothing or too little, why it fails on long inputs, or why
-# its logged loss is wrong. For each failure, this notebook shows a symptom, a small program, the reason and
-# the fix.
+# **What you'll do.** Look up one failure: its symptom, a small program that shows it, the reason and the fix.
 #
 # **What you'll learn.** You will be able to repair:
 # - a loss scale that [falls to 0](#The-loss-scale-falls-towards-0) or [grows and
@@ -23,9 +21,8 @@
 # - wrong [positions and counts](#Positions-or-counts-are-wrong-beyond-256), and a wrong [logged
 #   loss](#A-loss-summed-up-in-bf16-is-too-small).
 #
-# **What you need.** You need no GPU. This notebook is a reference, so read only the section that you need.
-# For other failures, see the [index](08_when_amp_breaks.ipynb). The code of a failure, such as `AMP0015`,
-# stands below its heading. In the programs, `make` returns a model and its optimizer, and `message_of`
+# **What you need.** You need no GPU. Read only the section of your failure. For other failures, see the
+# [index](08_when_amp_breaks.ipynb). In the programs, `make` returns a model and its optimizer, and `message_of`
 # returns the message of the error that a call raises.
 
 # %% tags=["nbval-ignore-output"]
@@ -61,10 +58,10 @@ x = torch.tensor([[1.0, 2.0]])  # (1, 2), the input of several programs below
 # -->
 #
 # **What you see.** Every step is skipped, and the scale halves each time, from 65536 down to 0. The
-# loss itself may look perfectly good.
+# loss itself may look good.
 #
-# **A small program that shows it.** The loss squares each weight, takes the root, and adds up the
-# results. One weight starts at zero.
+# **A small program that shows it.** The loss takes the root of the square of each weight. One weight starts at
+# zero.
 
 
 # %%
@@ -112,8 +109,7 @@ _ = figures.loss_scales({"NaN in every step": scales[:60], "healthy": healthy})
 assert (healthy[0], healthy[-1]) == (2.0**16, 2.0**19)
 
 # %% [markdown]
-# In the figure, the scale of the healthy run doubles every 20 steps (`growth_interval=20`). The scale of the
-# failing run falls below 1 (dotted line) after 17 steps.
+# The scale of the healthy run doubles every 20 steps, because of `growth_interval=20`.
 #
 # **Not this.** Do not switch the scaler off: weights with such a gradient then become infinite or NaN.
 
@@ -164,12 +160,10 @@ assert lost.count_nonzero() == 0
 # %% [markdown]
 # **Why.** In fp16, a gradient below 2^-25 (about 3e-8) becomes zero.
 #
-# Here, each of the 16,384 outputs has the gradient 1e-4 / 16384 = 6e-9.
+# Here, each output has the gradient 6e-9.
 #
 # **The fix.** Keep the weights in fp32 and use fp16 autocast with a `GradScaler`, or use bf16, which has nearly the
 # range of fp32 and needs no scaler.
-#
-# With the scaler, the gradient is right up to rounding:
 
 # %%
 kept = gradient_of(weight, torch.amp.GradScaler("cpu"))
@@ -179,8 +173,7 @@ assert torch.tensor(1e-4 / 16384).bfloat16() > 0
 
 # %% [markdown]
 # **Notice it earlier.** `gradient_underflow` finds the smallest loss scale (1, 2, 4, …) at which at most 0.1 % of
-# the nonzero gradient values become zero in fp16. In a large tensor it counts only a sample of the values. The model
-# itself can run in fp32:
+# the nonzero gradient values become zero in fp16. The model itself can run in fp32:
 
 # %%
 model, _ = make(nn.Linear(4, 64))
@@ -210,7 +203,7 @@ assert (report.outputs.lost(1.0), report.smallest_scale) == (1, 8)
 # `element 0 of tensors does not require grad and does not have a grad_fn`.
 #
 # **A small program that shows it.** We run one pass without gradients and one pass with gradients,
-# in the same autocast block. In those versions the weight got no gradient. In this one the gradient is right:
+# in the same autocast block. In this version, the gradient is right:
 
 # %%
 model, _ = make()
@@ -223,8 +216,8 @@ assert torch.equal(model[0].weight.grad, x.expand(2, 2))  # right, in this versi
 
 # %% [markdown]
 # **Why.** By default, autocast caches its copies of the weights. Before [torch
-# 2.11](https://github.com/pytorch/pytorch/pull/165068), a pass under `torch.no_grad()` cached copies without autograd
-# history. A later pass in the same block used these copies, so the weights got no gradient.
+# 2.11](https://github.com/pytorch/pytorch/pull/165068), a pass under `torch.no_grad()` cached copies that
+# are not connected to the weights. A later pass in the same block used these copies, so the weights got no gradient.
 #
 # **The fix.** Close the outermost autocast block after the evaluation and open another one for training, or
 # update PyTorch.
@@ -248,8 +241,8 @@ assert torch.equal(model[0].weight.grad, x.expand(2, 2))  # right, in this versi
 #
 # **What you see.** The loss scale grows and grows, or a run that was meant to be bf16 overflows.
 #
-# **A small program that shows it.** We use a scaler with bf16. By default, the scale grows after 2000
-# steps in a row without overflow. Here it grows after each step without overflow, so 150 steps are enough.
+# **A small program that shows it.** We use a scaler with bf16. With `growth_interval=1`, the scale grows after each
+# step without overflow.
 
 
 # %%
@@ -276,9 +269,8 @@ assert max(pointless) > 2.0**120
 assert pointless[-1] < max(pointless)  # it skips steps, too
 
 # %% [markdown]
-# In fp16 the scale alternates between 2^14 and 2^15. The largest gradient of this model is 2. At a scale of 2^15
-# it becomes 65536, which is more than 65504, the largest number of fp16. The scaler then skips the step and halves the scale. In bf16 the scale grows almost to
-# the largest number of fp32 before the scaler skips a step. <!-- tests/notebooks/test_08b_learning.py -->
+# In fp16 the scale alternates between 2^14 and 2^15, because gradients overflow at 2^15. In bf16 the scale grows
+# almost to the largest number of fp32. <!-- tests/notebooks/test_08b_learning.py -->
 #
 # **Why.** bf16 has nearly the range of fp32, so gradients rarely overflow and the scale of a `GradScaler` keeps
 # growing. Without `dtype=`, autocast by default uses fp16 on a CUDA GPU and bf16 on a CPU.
@@ -321,8 +313,8 @@ assert set(scales_in(torch.bfloat16, enabled=False)) == {1.0}
 # **What you see.** The loss stops falling earlier than with fp32 weights. Or some weights, such as
 # the weights of norms that start at 1, never change.
 #
-# **A small program that shows it.** We load weights from a bf16 checkpoint with `assign=True`, so
-# the model takes over the checkpoint's tensors with their dtype. Then we make a hundred small updates.
+# **A small program that shows it.** With `assign=True`, the model takes over the bf16 tensors of a checkpoint. Then
+# we make a hundred small updates.
 
 
 # %%
@@ -350,8 +342,8 @@ assert after_updates(model) == 1.0
 # **The fix.** Keep the weights that you train in fp32 and let autocast use bf16: call `model.float()` before you
 # create the optimizer, and load a bf16 checkpoint without `assign=True`.
 #
-# If fp32 weights do not fit into memory, keep the weights in bf16, and use an optimizer that does not lose small
-# updates. [Notebook 16](16_low_precision_state.ipynb#Weights-in-bf16) compares such optimizers.
+# If fp32 weights do not fit into memory, use [an optimizer for bf16
+# weights](16_low_precision_state.ipynb#Weights-in-bf16) that does not lose small updates.
 
 # %%
 model, _ = make()
@@ -436,11 +428,11 @@ assert first_step(torch.ones(1).half(), [1e-6], eps=1e-4) == [1.0]  # nothing is
 # words = "RoPE rotary position embedding inv_freq cos sin cached arange index counter cumsum integer position_ids long context sin_cached cos_cached mistral"
 # -->
 #
-# **What you see.** Often there is no message. A model that is good on short inputs fails on long
-# ones, a count stops at 256, or an index is out of range because 999 became 1000.
+# **What you see.** A model that is good on short inputs fails on long ones, a count stops at 256, or an index is
+# out of range because 999 became 1000.
 #
-# **A small program that shows it.** We compute the angles of rotary position embeddings (RoPE). Each angle
-# is a position times a frequency. The angles come from a matmul, which autocast computes in bf16.
+# **A small program that shows it.** We compute the angles of rotary position embeddings (RoPE), positions times
+# frequencies, with a matmul. Autocast runs the matmul in bf16.
 
 
 # %%
@@ -459,8 +451,7 @@ assert torch.tensor([998, 999]).to(torch.bfloat16).tolist() == [1000, 1000]
 # **Why.** bf16 represents every whole number only up to 256, and fp16 only up to 2048. Above that, neighbouring
 # positions or counts can become the same number. Rounded frequencies (`inv_freq`) also make the angles wrong.
 #
-# The cast can come from autocast, from the code itself (`dtype=x.dtype`), or from `model.bfloat16()`, which also
-# casts a buffer of frequencies (`inv_freq`).
+# The cast can come from autocast, from the code itself, or from `model.bfloat16()`, which also casts buffers.
 #
 # **The fix.** Create positions, counters and frequencies in fp32, and indices as integers. Compute the angles of RoPE
 # inside `torch.autocast(device_type, enabled=False)`. Afterwards cast the sines and cosines, but not the positions.
@@ -538,12 +529,10 @@ assert total_of(torch.zeros((), dtype=torch.float32)) == 2500
 # words = "float8 fp8 e4m3 e5m2 fp8_e4m3fn addmm_cuda mul_cuda cat_cuda abs_cuda ComfyUI weight_dtype cast scale amax 448 torchao lora grid artefacts loader"
 # -->
 #
-# **What you see.** PyTorch refuses many operations on the weights. Or the model runs, but its results are
-# bad.
+# **What you see.** PyTorch refuses many operations on the weights. Or the model runs, but its results are bad.
 #
-# **A small program that shows it.** We cast small weights to FP8 without a scale. The cell prints five
-# errors: two from additions (FP8 plus FP8, FP8 plus fp32) and three from linear layers (no bias, an fp32 bias, an
-# FP8 bias). Then it prints the share of the weights that became zero.
+# **A small program that shows it.** We cast small weights to FP8 without a scale. The cell prints the errors of two
+# additions and three linear layers, and the share of the weights that became zero.
 
 # %%
 torch.manual_seed(0)
@@ -558,13 +547,14 @@ assert 0.1 < (stored.float() == 0).float().mean() < 0.2
 
 # %% [markdown]
 # **Why.** Without a scale, weights below 2^-10 (0.001) become zero in `torch.float8_e4m3fn`, and weights above 448
-# become 448 or NaN. PyTorch also lacks many operations for FP8, such as addition in eager mode, and does not
-# promote an FP8 matrix to another dtype. <!-- tests/notebooks/test_08b_learning.py -->
+# become 448 or NaN. PyTorch also lacks many operations for FP8, such as addition in eager mode, and
+# does not promote an FP8 matrix to another dtype. <!-- tests/notebooks/test_08b_learning.py -->
 #
 # **The fix.** Use a library that stores a scale with each FP8 weight, such as
 # [torchao](https://github.com/pytorch/ao/blob/main/torchao/quantization/quantize_/workflows/float8/float8_tensor.py),
-# or keep the weights in bf16. To scale by hand, divide the weight by a `factor` of `weight.abs().max() / 448` before
-# you cast it to FP8. Before the matmul, cast it back to the dtype of the input and multiply it by the factor.
+# or keep the weights in bf16.
+#
+# By hand, divide the weight by a factor before the cast to FP8, and multiply it by this factor before the matmul:
 
 
 # %%
@@ -577,8 +567,6 @@ assert error < 0.04 < 0.08 < plain_error
 # %% [markdown]
 # ## Further reading
 #
-# - [Numerical accuracy](https://docs.pytorch.org/docs/stable/notes/numerical_accuracy.html): where PyTorch's
-#   results can overflow or be less exact.
 # - [Automatic mixed precision
 #   examples](https://docs.pytorch.org/docs/stable/notes/amp_examples.html): where the calls of the scaler belong
 #   in a training loop.
