@@ -62,7 +62,7 @@ assert (query.dtype, rotated.dtype) == (torch.bfloat16, torch.float32)
 # - A block consists of causal attention and an MLP, with an RMSNorm before each.
 # - In the attention, rotary embeddings rotate the queries (q) and keys (k), but not the values (v).
 #
-# The text is the source of Python's module `argparse`, with one token per character. `lm.split` keeps the last
+# We train it on the source of Python's module `argparse`, with one token per character. `lm.split` keeps the last
 # tenth for testing. <!-- code -->
 
 # %%
@@ -117,8 +117,8 @@ result
 # | [LoRA](#Fine-tune-with-LoRA) | bf16 for the base | the base does not change |
 # | generation | bf16, without autocast | half the memory of fp32 |
 #
-# **Do not cast the whole model** with `model.to(torch.bfloat16)`. In a Llama model, this also casts the rates of the
-# rotations, and the angles become [wrong in long
+# **Do not cast the whole model** with `model.to(torch.bfloat16)`. In a Llama model, this also casts the *rates* of the
+# rotations (the angle per position), so the angles become [wrong in long
 # texts](08b_learning.ipynb#Positions-or-counts-are-wrong-beyond-256). `from_pretrained` leaves the rates in fp32.
 # <!-- tests/notebooks/test_17_language_model.py -->
 #
@@ -175,8 +175,9 @@ print(f"two seeds in fp32 differ by up to {between_seeds:.2g}")
 #
 # The vocabulary of Llama 3 has [128,256
 # entries](https://github.com/pytorch/torchtune/blob/main/torchtune/models/llama3/_model_builders.py). The
-# logits have a value for each token and each entry. With `.float()` and bf16 autocast in eager mode, four tensors of
-# this size are in memory at the peak of the backward pass:
+# logits have a value for each token and each entry. We train under bf16 autocast in eager mode, and call `.float()`
+# on the logits. The fp32 copy is freed early, because no gradient needs it. At the peak of the backward pass, four
+# tensors of this size are in memory:
 #
 # - `logits` in bf16;
 # - the log-softmax in fp32;
@@ -305,8 +306,9 @@ assert dtypes["blocks.0.qkv"] == dtypes["blocks.1"] == torch.bfloat16  # no fp32
 # Merging adds the update to the weight, so that inference needs no adapter. If you store the sum in bf16,
 # each value is rounded.
 #
-# We scale the update of one layer to four sizes, relative to its weight. We add each to the weight, and round the sum
-# to bf16. Before you run this: how much is left of an update that is 1000 times smaller than the weight?
+# We scale the update of one layer, so that its norm is 1 to 0.0001 times that of the weight. We add it to the weight,
+# and round the sum to bf16. Before you run this: how much is left of an update that is 1000 times smaller than the
+# weight?
 
 # %% tags=["nbval-ignore-output"]
 layer = adapted.blocks[1].up
@@ -327,7 +329,7 @@ assert stayed[1e-3] > 0.5
 # Neighbouring [normal bf16 numbers](01_number_formats.ipynb) are 0.4 to 0.8 % apart. If a change is less than half
 # of this distance, rounding restores the old value. Here, this happens to most values if the update is a
 # thousandth of the weight, so a large part of the update is lost. To keep the update, **keep the adapter separate, or
-# merge into a copy in fp32**. If the result has to be bf16, compute the sum in fp32 and round once.
+# merge into a copy in fp32**. If the result has to be bf16, compute the sum in fp32, to round only once.
 #
 # ## The same prompt, another text
 #
@@ -362,9 +364,9 @@ assert abs(in_bf16 - in_fp32) < 0.01
 # bf16 changes their order. The rest of the text can then differ too, because each character depends on those before
 # it. But the model is not worse in bf16 here: the test loss is nearly the same. So compare models by their loss.
 #
-# Two texts can [diverge within one
-# precision](https://thinkingmachines.ai/blog/defeating-nondeterminism-in-llm-inference/) too, because the shape of a
-# matmul can change the order in which it adds. We compute the logits of ten characters, first alone and then at the
+# Within one precision, the same prompt can [also give two
+# texts](https://thinkingmachines.ai/blog/defeating-nondeterminism-in-llm-inference/). Another batch size or length can
+# change the order in which a matmul adds. We compute the logits of ten characters, first alone and then at the
 # beginning of a longer text:
 
 # %% tags=["nbval-ignore-output"]
