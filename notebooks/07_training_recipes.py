@@ -304,6 +304,9 @@ assert torch.equal(recomputed, problem.change(train_amp, torch.float16))
 # checkpointed part needs no gradient (such as a batch of data), this part does not learn. There may be no error.
 # <!-- tests/notebooks/test_07_training_recipes.py -->
 #
+# **If `backward` raises `… not found in storage`**, pass `cache_enabled=False` to autocast. This error can occur
+# with the argument `context_fn`. <!-- tests/notebooks/test_07_training_recipes.py -->
+#
 # ## Use several losses and optimizers
 #
 # Use one scaler for all losses and optimizers. Call `scale` for every loss, `step` for every optimizer,
