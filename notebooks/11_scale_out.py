@@ -10,8 +10,8 @@
 # # Train with AMP on several devices
 #
 # **What you'll do.** Run a plain training loop in several processes, first with
-# `DistributedDataParallel` (DDP), then with FSDP2 (`fully_shard`). Then count how many bytes each process sends
-# in each dtype, and how many bytes it holds.
+# `DistributedDataParallel` (DDP), then with FSDP2 (`fully_shard`). Then count the bytes that each process sends
+# in each dtype, and the bytes of weights, gradients and optimizer state that it holds.
 #
 # **What you'll learn.**
 # - why the losses agree with those of one process, and how closely;
@@ -205,14 +205,15 @@ def train_ddp(config, data, dtype, device, sums_in=torch.float32):
 # | when | what FSDP2 sends | dtype |
 # |---|---|---|
 # | before the layer's forward pass | *all-gather*: every rank gets all shards of the layer's weights | `param_dtype` |
-# | before the layer's backward pass | the same all-gather again | `param_dtype` |
+# | before the layer's backward pass | the same again, because FSDP2 frees the gathered weights after the forward pass | `param_dtype` |
 # | after the layer's backward pass | *reduce-scatter*: every rank gets its shard of the averaged gradients | `reduce_dtype` |
 # | in the optimizer step | nothing: every rank updates its shards | |
 #
 # You choose the dtypes with a
 # [`MixedPrecisionPolicy`](https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html). The shards keep
-# their dtype, here fp32. The layers compute in `param_dtype`, here the norms too. For the outermost module, set
-# `output_dtype` to fp32, so that the loss is computed in fp32. <!-- tests/tracing/test_sharding.py -->
+# their dtype, here fp32. All our layers compute in `param_dtype`, even the norms, which autocast on CUDA runs in
+# fp32. For the outermost module, set `output_dtype` to fp32, so that the loss is computed in fp32.
+# <!-- tests/tracing/test_sharding.py -->
 
 
 # %%
@@ -248,12 +249,12 @@ def train_fsdp(config, data, dtype, device, sums_in=torch.float32):
 # %% [markdown]
 # ## Try six set-ups
 #
-# Each set-up names the engine (DDP or FSDP2), the dtype of autocast or `param_dtype`, and the dtype in
-# which gradients are summed. <!-- code -->
+# Each set-up names the engine (DDP or FSDP2), the dtype of the matmuls (set by autocast or by `param_dtype`), and the
+# dtype in which gradients are summed. <!-- code -->
 #
 # `count_communication` computes how many bytes a rank sends if the ranks form a ring, in which each rank sends to the
-# next. An all-gather or a reduce-scatter then sends half as many bytes as an all-reduce of the same tensor.
-# <!-- tests/parallel/test_collectives.py -->
+# next. There an all-reduce is a reduce-scatter followed by an all-gather. So each of these two sends half as many
+# bytes. <!-- tests/parallel/test_collectives.py -->
 
 
 # %%
@@ -304,7 +305,8 @@ for n in counts[1:]:
 # %% [markdown]
 # All set-ups have nearly the same losses as one process, and in fp32 they are far closer than in bf16.
 #
-# **If you keep the global batch (of all ranks), you can keep the learning rate.** But a model with plain
+# **If you keep the size of the global batch (of all ranks together), you can keep the learning rate**: the ranks'
+# average is then the gradient of the whole batch. But a model with plain
 # batch norm has other training losses, because each rank normalises over only its part of the batch.
 # <!-- tests/notebooks/test_11_scale_out.py -->
 #
@@ -330,7 +332,7 @@ _ = figures.sent_bytes(bars, most)
 # |---|---|---|
 # | DDP, autocast bf16 | the same | fp32 weights have fp32 gradients |
 # | DDP, bf16 hook | half | gradients in bf16 |
-# | FSDP2, fp32 | nearly 1.5 times | two all-gathers and a reduce-scatter, each half of an all-reduce |
+# | FSDP2, fp32 | nearly 1.5 times | for each encoder layer two all-gathers and a reduce-scatter, each half of an all-reduce |
 # | FSDP2, bf16, reduce in fp32 | about the same | bf16 halves the two all-gathers |
 # | FSDP2, bf16, reduce in bf16 | about three quarters | bf16 halves the reduce-scatter too |
 #
@@ -358,8 +360,8 @@ assert fsdp_bytes == 16 / most
 #
 # With fp16, every rank has its own `GradScaler`, which decides whether to skip the step. If one rank of DDP skips and
 # another does not, the ranks train different models from then on. We put infinities on rank 1 only: into its batch,
-# or into one of its gradients after the average. Before you run this: in which case does rank 0 *not* skip, although
-# rank 1 does?
+# or, after the ranks have averaged, into one of its gradients. Before you run this: in which case does rank 0 *not*
+# skip, although rank 1 does?
 
 
 # %%
@@ -397,7 +399,7 @@ assert decided[0]["DDP", "gradient"][1] == []
 # ## On your own hardware
 #
 # [Several machines](../docs/several_machines.md) has the commands: `amp-lab train` under torchrun, and
-# `amp-lab xray … --parallel fsdp`, which lists the dtypes of the parameters.
+# `amp-lab xray … --parallel fsdp`, which lists the dtypes in which each parameter is stored, sent and used.
 # <!-- tests/cli/test_tracing_commands.py -->
 #
 # A sharded model can be saved on four ranks and resumed on two, with
