@@ -12,7 +12,7 @@
 # **What you'll do.** Look up one failure: its message or symptom, a small program that shows it,
 # why it happens, and the fix.
 #
-# **What you'll learn.** You will be able to repair:
+# **What you'll learn.** You will know how to repair:
 # - [A compiled model has different gradients](#A-compiled-model-has-different-gradients);
 # - [The scaler is inside a compiled function](#The-scaler-is-inside-a-compiled-function);
 # - [An LSTM fails under autocast on the CPU](#An-LSTM-fails-under-autocast-on-the-CPU);
@@ -22,10 +22,9 @@
 # - [FSDP refuses parameters of two dtypes](#FSDP-refuses-parameters-of-two-dtypes);
 # - [The ranks of a distributed run diverge](#The-ranks-of-a-distributed-run-diverge).
 #
-# **What you need.** You need no GPU. This notebook is a reference, so read only the section that you need.
-# For other failures, see the [index](08_when_amp_breaks.ipynb). The code of a failure, such as `AMP0015`,
-# stands below its heading. In the programs, `make` returns a model and its optimizer, `message_of` returns
-# the message of the error that a call raises, and `warnings_of` returns its warnings.
+# **What you need.** You need no GPU. Read only the section about your failure. For other failures, see the
+# [index](08_when_amp_breaks.ipynb). In the programs, `make` returns a model and its optimizer. `message_of`
+# and `warnings_of` return the error message and the warnings of a call.
 
 # %% tags=["nbval-ignore-output"]
 import warnings
@@ -58,9 +57,8 @@ x = torch.tensor([[1.0, 2.0]])  # (1, 2), the input of most programs below
 # words = "aot_eager AOTAutograd backward_pass_autocast island grad_norm inductor"
 # -->
 #
-# **What you see.** With `torch.compile` the gradients differ from those in eager mode, although the
-# outputs are the same. A gradient may be [infinite only in the compiled
-# model](https://github.com/pytorch/pytorch/issues/153044).
+# **What you see.** With `torch.compile` the gradients differ from those in eager mode, or are
+# [infinite](https://github.com/pytorch/pytorch/issues/153044), although the outputs are the same.
 #
 # **A small program that shows it.** A function switches autocast off to compute in fp32. We compile
 # this function, and call it inside an autocast block.
@@ -146,9 +144,8 @@ assert len(broken.break_reasons) == 1
 # %% [markdown]
 # **Why.** `torch.compile` does not trace the function that the message names, such as `GradScaler.scale`.
 #
-# **The fix.** Call the named function outside the compiled function. With a scaler, also call `unscale_`,
-# `step` and `update` there. Compile only the model, or the function that computes the loss, including
-# autocast.
+# **The fix.** Compile only the model, or the function that computes the loss, including autocast. Call the
+# function that the message names, and all methods of the scaler, outside the compiled function.
 
 # %%
 loss_of = torch.compile(lambda h: h.sum(), backend="aot_eager", fullgraph=True)
@@ -175,8 +172,8 @@ assert scaler.scale(loss_of(x)) == 3 * scaler.get_scale()
 # -->
 #
 # **What you see.** On some CPUs, `nn.LSTM` on an fp32 tensor under `torch.autocast("cpu")` raises
-# `could not create a primitive descriptor for the LSTM forward propagation primitive`.
-# `nn.GRU` and `nn.RNN` do not fail. <!-- tests/core/test_cpu.py -->
+# `could not create a primitive descriptor for the LSTM forward propagation primitive`. <!--
+# tests/core/test_cpu.py -->
 #
 # **A small program that shows it.** We run an LSTM in both 16-bit formats.
 
@@ -208,7 +205,6 @@ for dtype in (torch.bfloat16, torch.float16):
 
 # %% [markdown]
 # **Notice it earlier.** `amp-lab doctor --device cpu` warns if an LSTM fails under autocast on your CPU.
-# `amp-lab xray --device cpu`, with your `--dtype`, lists the LSTMs of your model that will fail.
 # <!-- tests/core/test_cpu.py -->
 
 # %% [markdown]
@@ -232,12 +228,12 @@ for dtype in (torch.bfloat16, torch.float16):
 # words = "allow_tf32 fp32_precision set_float32_matmul_precision cudnn cublas InductorError vllm"
 # -->
 #
-# **What you see.** An error contains `you have used mix of the legacy and new APIs to set the TF32
-# status for cublas matmul.` or a similar sentence about `the matmul precision` or `the TF32 flags`.
-# Often the line that fails only *reads* a setting, such as [one inside
+# **What you see.** An error contains
+# `you have used mix of the legacy and new APIs to set the TF32 status for cublas matmul.` or a similar
+# sentence about `the matmul precision` or `the TF32 flags`. Often the line that fails is [inside
 # `torch.compile`](https://github.com/pytorch/pytorch/issues/166387). Torch 2.9 also
-# [warns](https://github.com/huggingface/transformers/issues/42371): `Please use the new API settings
-# to control TF32 behavior`.
+# [warns](https://github.com/huggingface/transformers/issues/42371):
+# `Please use the new API settings to control TF32 behavior`.
 #
 # **A small program that shows it.** One line sets a switch by its new name, and another line reads it by its
 # old name.
@@ -295,9 +291,9 @@ for mode, new_name, is_tf32 in (("high", "tf32", True), ("highest", "ieee", Fals
 # words = "FutureWarning torch.amp migrate rename custom_fwd custom_bwd yolov5"
 # -->
 #
-# **What you see.** A `FutureWarning` says that `` `torch.cuda.amp.autocast(args...)` is deprecated. ``
-# The same happens with `GradScaler`, `custom_fwd` and `custom_bwd`. If you change only the name or only
-# the arguments, you can get an error such as `missing 1 required positional argument: 'device_type'`.
+# **What you see.** A `FutureWarning` says
+# `` `torch.cuda.amp.autocast(args...)` is deprecated. `` or the same about `GradScaler`, `custom_fwd` or `custom_bwd`. If you change only the name, you can get an error such as `missing
+# 1 required positional argument: 'device_type'`.
 #
 # **A small program that shows it.** We use the old names. Then we change only the name, or only the
 # arguments.
@@ -318,13 +314,11 @@ print(message_of(lambda: torch.amp.autocast(enabled=False)))
 print(message_of(lambda: torch.amp.custom_fwd(make)))
 
 # %% [markdown]
-# **Why.** The functions have moved to `torch.amp`, where the type of device is a new argument. The old
-# names still work in torch 2.15.
-# <!-- tests/notebooks/test_13_from_apex.py -->
+# **Why.** The functions have moved to `torch.amp`, where the type of device is a new argument. The old names
+# still work in torch 2.15. <!-- tests/notebooks/test_13_from_apex.py -->
 #
 # The first argument of the *old* `GradScaler` is the scale. If you pass a device there, an enabled scaler
-# later raises an error in `full()`.
-# <!-- tests/notebooks/test_08h_compile_and_processes.py -->
+# later raises an error in `full()`. <!-- tests/notebooks/test_08h_compile_and_processes.py -->
 #
 # **The fix.** Write `torch.autocast("cuda", dtype=torch.float16)`, `torch.amp.GradScaler("cuda")` and
 # `@torch.amp.custom_fwd(device_type="cuda")`, or `"cpu"` instead of `"cuda"`. `amp-lab migrate` can rewrite the
@@ -402,9 +396,9 @@ assert "Expected to have finished reduction in the prior iteration" in unused
 # gradient in `backward`, its group is never ready, so the next step raises an error. With `static_graph=True`,
 # the same parameters must get a gradient in each step.
 #
-# **The fix.** Remove the layers that the loss does not use, or freeze them with `requires_grad_(False)` before
-# you create the DDP model. If the unused layers change from step to step, pass `find_unused_parameters=True`
-# instead of `static_graph=True`.
+# **The fix.** Remove the layers that the loss does not use, or freeze them before you create the DDP model.
+# If the unused layers change from step to step, pass `find_unused_parameters=True` instead of
+# `static_graph=True`.
 
 # %%
 with group_of_one():
@@ -432,9 +426,9 @@ with group_of_one():
 # words = "FSDP FSDP2 fully_shard peft LoRA QLoRA axolotl accelerate bnb_4bit_quant_storage use_orig_params"
 # -->
 #
-# **What you see.** FSDP2 raises `FSDP expects uniform original parameter dtype but got`, and the older FSDP
-# `Must flatten tensors with uniform dtype but got`. The older FSDP does so, for example, for a base model
-# in bf16 with [adapters in fp32](https://github.com/huggingface/trl/pull/6343).
+# **What you see.** FSDP2 raises `FSDP expects uniform original parameter dtype but got`. The older FSDP
+# raises `Must flatten tensors with uniform dtype but got`, for example for a base model in bf16 with
+# [adapters in fp32](https://github.com/huggingface/trl/pull/6343).
 #
 # **A small program that shows it.** We wrap a model that has trained weights in two dtypes.
 
@@ -462,12 +456,12 @@ assert new == "FSDP expects uniform original parameter dtype but got"
 assert old.startswith("Must flatten tensors with uniform dtype but got")
 
 # %% [markdown]
-# **Why.** The older FSDP flattens the parameters of a unit (a module that you wrap) into one tensor, which has
-# one dtype. FSDP2 needs one dtype for the trained parameters of a unit.
+# **Why.** FSDP needs one dtype for all trained parameters of a unit (a module that you wrap). The older FSDP
+# needs one dtype for the frozen parameters of the unit too.
 #
-# **The fix.** Cast the weights to fp32 before you wrap the model (for FSDP2 only the trained ones), and let
-# FSDP cast them for the computation, as with `MixedPrecisionPolicy(param_dtype=torch.bfloat16)`. Or first wrap
-# each module that has another dtype as a separate unit. With QLoRA, set
+# **The fix.** Cast the trained weights (for the older FSDP all weights) to fp32 before you wrap the model,
+# and let FSDP cast them for the computation, as with `MixedPrecisionPolicy(param_dtype=torch.bfloat16)`. Or
+# first wrap each module that has another dtype as a separate unit. With QLoRA, set
 # [`bnb_4bit_quant_storage`](https://huggingface.co/docs/bitsandbytes/fsdp_qlora) to the dtype of the other
 # weights.
 
@@ -488,10 +482,6 @@ with group_of_one():
 one = torch.tensor(1.0).bfloat16()
 assert one + 2**-9 == one
 
-# %% [markdown]
-# **Notice it earlier.** `amp-lab xray FILE.py:CALLABLE --input SHAPE --parallel fsdp` [reports
-# units](../docs/several_machines.md#show-the-dtype-of-each-parameter) with trained weights in two dtypes.
-# <!-- tests/remedies/test_sharding_remedies.py -->
 
 # %% [markdown]
 # ## The ranks of a distributed run diverge
@@ -510,8 +500,8 @@ assert one + 2**-9 == one
 # **What you see.** There is no message. The ranks (the processes of the run) have different weights or
 # gradient norms, or their scalers skip different steps.
 #
-# **A small program that shows it.** Two ranks have different loss scales. We compute their
-# gradients by hand. The true gradient of each rank is 1, but the ranks get 1.5 and 0.75.
+# **A small program that shows it.** Two ranks have different loss scales. We compute their gradients by hand:
+# the true gradient of each rank is 1.
 
 # %%
 scales = torch.tensor([1024.0, 2048.0])  # of two ranks
