@@ -95,7 +95,7 @@ for name, dtype in FORMATS.items():
 # - *eps*, the distance from 1 to the next larger number.
 #
 # Positive numbers below the smallest normal number are called *subnormal*. They have a 0 before the
-# mantissa, so they have fewer significant bits.
+# mantissa, and each leading zero costs them a significant bit.
 #
 # The last column of the table gives the precision in decimal digits.
 
@@ -174,8 +174,8 @@ assert ((inf * 0) + 1).isnan()
 #
 # Infinity often becomes NaN (*not a number*) in later ops, such as infinity minus infinity.
 #
-# The fp8 format E4M3 [has no infinity](https://arxiv.org/abs/2209.05433). There, a number that is too large
-# becomes 448 or NaN. <!-- tests/notebooks/test_01_number_formats.py -->
+# The fp8 format E4M3 [has no infinity](https://arxiv.org/abs/2209.05433). Depending on the version of
+# PyTorch, a number that is too large becomes 448 or NaN. <!-- tests/notebooks/test_01_number_formats.py -->
 #
 # ## Underflow
 #
@@ -250,9 +250,9 @@ assert 100 <= len(set(copies)) <= 104  # from 1 to 1.1 in steps of 2^-10 there a
 #
 # ### 2. Loss scaling, against underflow
 #
-# For each of 1024 examples, a model gives the wrong class a logit of 0 and a probability of about e^-12. The
-# gradient of the mean loss with respect to this logit is the probability, divided by 1024. The gradient is
-# too small for fp16, so we scale the loss.
+# For each of 1024 examples, a model gives the right class a logit of 12 and the wrong class a logit of 0. So
+# the wrong class has a probability of about e^-12. The gradient with respect to its logit is this probability
+# divided by 1024, because the loss is a mean. This gradient is too small for fp16, so we scale the loss.
 
 
 # %%
