@@ -62,10 +62,10 @@ for name, operations, numbers in (
 # ## The settings
 #
 # The plain step runs in FP32. The rungs use the 16-bit precision that `amp-lab doctor` recommends for
-# this device, or else bf16. <!-- tests/core/test_device.py -->
+# this device. If it recommends none, they use bf16. <!-- tests/core/test_device.py -->
 #
-# On Linux CPUs, `keep_memory()` makes the comparison [fair to
-# fp32](../docs/hardware.md#memory-allocation-can-make-fp32-look-slow).
+# On Linux with glibc, `keep_memory()` reuses the memory of freed CPU tensors. Otherwise, [fp32 can look too
+# slow](../docs/hardware.md#memory-allocation-can-make-fp32-look-slow).
 
 # %% tags=["nbval-ignore-output"]
 config = {
@@ -308,7 +308,7 @@ assert moved_bytes["AMP"] < moved_bytes["plain"]
 # half the bytes.
 #
 # The **[roofline](https://doi.org/10.1145/1498765.1498785)** shows both peak rates in one figure. Each step is a
-# point. The line of a precision shows the most FLOP/s that the two peak rates allow:
+# point at its FLOPs per byte moved. The line of a precision shows the most FLOP/s that the two peak rates allow:
 #
 # - **Under the slope**, moving the data takes longer than computing.
 # - **Under the flat part**, computing takes longer.
@@ -326,8 +326,8 @@ _ = figures.roofline(roofs, limits.memory_bytes_per_s, points)
 # AMP's point lies to the right of the FP32 point, because AMP moves fewer bytes for the same FLOPs.
 #
 # A point shows the average of all ops of a step. A large matmul alone would lie under the flat part. A ReLU alone
-# would lie under the slope, because it waits for its data. Such ops are one reason why a step takes longer than its
-# limit.
+# would lie under the slope, because it waits for its data. Ops such as ReLU are one reason why a step takes longer than
+# its limit.
 #
 # ## Where AMP loses
 #
@@ -387,8 +387,8 @@ for size in config["sizes"]:
 _ = figures.speedup_over_size(config["sizes"], {str(low): by_size})
 
 # %% [markdown]
-# On the CPU of this run, AMP gains more with a larger picture. To find the size
-# from which AMP pays, look for the smallest size from which all intervals lie above 1.
+# On the CPU of this run, AMP gains more with a larger picture. AMP pays from the smallest size whose interval lies
+# above 1, if those of all larger sizes do too.
 #
 # ## Summary
 #
