@@ -62,7 +62,7 @@ assert loss.dtype is weight.dtype is weight.grad.dtype is torch.float32
 
 # %% [markdown]
 # Only the logits are in bf16: they come from a linear layer, which autocast runs in bf16. We convert
-# them to fp32 for the loss.
+# them to fp32, so that the loss is in fp32 with and without autocast.
 #
 # ## Settings and data
 #
@@ -193,8 +193,8 @@ def train(precision, seed):
 
 
 # %% [markdown]
-# On a CPU, we compare FP32 with bf16. On a GPU, we compare it with the precisions that are faster than
-# FP32. We train three seeds in each precision. <!-- code -->
+# On a CPU, we compare FP32 with bf16. On a GPU, we choose the precisions as in notebook 04. We train
+# three seeds in each precision. <!-- code -->
 #
 # Before you run this: which will differ more in accuracy, two precisions or two seeds?
 
@@ -240,8 +240,9 @@ for precision, found in final.items():
 print(f"seeds differ by up to {100 * spread:.1f} points, standard error {100 * error:.1f} points")
 
 # %% [markdown]
-# Here the accuracies of the two precisions differ by less than the yardstick, so the difference does not
-# count. With three seeds and 225 test images, we could miss a real difference of a few points.
+# Here two precisions differ in accuracy about as much as two seeds do. This is less than the yardstick, so
+# the difference does not count. With three seeds and 225 test images, we could miss a real difference of a
+# few points.
 #
 # ## Find the slow layers
 #
@@ -250,7 +251,7 @@ print(f"seeds differ by up to {100 * spread:.1f} points, standard error {100 * e
 #
 # - the *first* convolution;
 # - *pointwise* convolutions, which have 1x1 kernels;
-# - *depthwise* convolutions, in which each 3x3 kernel reads a single channel;
+# - *depthwise* convolutions with stride 1, in which each 3x3 kernel reads a single channel;
 # - *depthwise* convolutions with *stride 2*.
 #
 # We compare FP32, without TF32, with one 16-bit precision.
@@ -291,13 +292,16 @@ assert list(kind_times) == list(KINDS)
 # The number above a hatched bar is the speed-up of autocast. Below 1x, autocast is slower.
 #
 # On the CPU of this run, the four layers with stride 2 take less than a tenth of the time in FP32, and
-# more than a third under autocast. They lose far more time than the pointwise layers gain.
+# more than a third under autocast. They lose far more time than the pointwise layers gain. The output of
+# [`ONEDNN_VERBOSE=1`](https://uxlfoundation.github.io/oneDNN/dev_guide_verbose.html) shows why: for the
+# gradients of their inputs in bf16, this CPU uses a kernel that is not made for depthwise layers.
 #
 # ## Resume: to the last bit
 #
 # A checkpoint has to hold everything that changes during a run: the network, the optimizer, the
-# schedule, the scaler, the number of epochs done, and the states of the random number generators (for
-# dropout). We check that a resumed run ends with *the same weights, bit for bit*, as an uninterrupted run.
+# schedule, the scaler, the number of epochs done, and the states of the random number generators that
+# dropout uses. We check that a resumed run ends with *the same weights, bit for bit*, as an uninterrupted
+# run.
 #
 # We use a tiny run of 16 steps in fp16, on digits of 8x8 pixels
 # ([`course/tiny_run.py`](course/tiny_run.py)). Its loss scale starts far too high, so the scaler has
@@ -377,11 +381,11 @@ folder.cleanup()
 #
 # ## Summary
 #
-# - With `enabled=`, one loop works in every precision.
+# - With `enabled=`, one loop works in FP32, bf16 and fp16.
 # - By our yardstick, a difference in accuracy counts if it is larger than the spread of the seeds plus
 #   two standard errors.
-# - If autocast makes your network slower, time its layers by kind, and run the slow kinds with [autocast
-#   disabled](02_autocast_dtypes.ipynb#Nest-and-disable-autocast).
+# - If autocast makes your network slower, time its layers by kind, and run the kinds that it makes slower
+#   with [autocast disabled](02_autocast_dtypes.ipynb#Nest-and-disable-autocast).
 # - A checkpoint needs the scaler's state if the scaler is enabled, and the random states if the network has
 #   dropout.
 #
