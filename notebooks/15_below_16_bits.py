@@ -55,8 +55,8 @@ assert not unscaled.any()
 assert (scaled / gradient - 1).abs().max() < 2**-4
 
 # %% [markdown]
-# Without a scale, all three values become zero, because they are smaller than half of the smallest positive number
-# of E4M3, about 0.002. With a scale, all three survive, with an error of at most a sixteenth.
+# Without a scale, all three values become zero, because they are smaller than half of 0.002, the smallest positive
+# number of E4M3. With a scale, all three survive, with an error of at most a sixteenth.
 #
 # ## Formats of a single value
 #
@@ -134,7 +134,7 @@ _ = figures.sqnr_by_format(errors)
 #
 # | format | ruined values |
 # |---|---|
-# | `fp8`, and `nvfp4` because of its scale for the whole tensor | the whole tensor |
+# | `fp8`, and `nvfp4`, because the other blocks need smaller scales than E4M3 has | the whole tensor |
 # | `fp8-rowwise` | each row |
 # | `fp8-1x128`, `mxfp8`, `mxfp4` | one block in each row |
 #
@@ -177,10 +177,9 @@ assert at_100["mxfp4"] < at_100["nvfp4"] < alone["nvfp4"] - 5
 # | *dgrad*, the gradient of `x` | `grad @ weight` | (rows, out) @ (out, in) | out |
 # | *wgrad*, the gradient of `weight` | `grad.T @ x` | (out, rows) @ (rows, in) | rows |
 #
-# The scale of a block multiplies a sum of products, so a block has to lie along the dimension that the matmul
-# sums over. Each tensor is in two matmuls, which sum over
-# different dimensions. So we round each tensor twice: for example, `weight` for the forward matmul, and `weight.T`
-# for dgrad.
+# The matmul first sums the products of two blocks, then multiplies this sum by their scales. So a block has to lie
+# along the dimension that the matmul sums over. Each tensor is in two matmuls, which sum over different dimensions.
+# So we round each tensor twice: for example, `weight` for the forward matmul, and `weight.T` for dgrad.
 #
 # Everything else is in fp32, such as the sums and the weights that the optimizer updates.
 
@@ -305,8 +304,8 @@ for name in ("mxfp4", "nvfp4"):
 # `rehearse` tests formats on your model. It runs a forward and a backward pass in fp32, and then tests each format:
 # first on the matmuls of each layer, then on the whole model. <!-- tests/formats/test_rehearsal.py -->
 #
-# We call `rehearse` on our GPT. First we make one feature of the second MLP an outlier, with weights that are a
-# million times larger before the feature (in `up`) and a million times smaller after it (in `down`):
+# We call `rehearse` on our GPT. First we make one feature of the second MLP an outlier: we multiply the weights that
+# compute it (in `up`) by a million, and divide the weights that read it (in `down`) by a million:
 # <!-- tests/formats/test_rehearsal.py -->
 
 # %% tags=["nbval-ignore-output"]
@@ -330,7 +329,7 @@ report
 # A star marks a layer that is better left in 16 bits:
 # <!-- tests/formats/test_rehearsal.py -->
 #
-# - `blocks.1.up` and `blocks.1.down`: the large feature ruins these two layers in all four formats.
+# - `blocks.1.up` and `blocks.1.down`: these two layers lose accuracy in all four formats because of the large feature.
 # - `token.weight`: this is the head. Its output size is not a [multiple of
 #   16](08g_speed_and_memory.ipynb#A-size-is-not-a-multiple-of-16-or-8).
 #
@@ -352,7 +351,8 @@ assert report.formats[1].gradients_off < 2**-4  # the largest rounding error of 
 #
 # The report of `rehearse` ends with code that converts the model with torchao. First look [which GPU supports which
 # format](#Which-GPU-supports-which-format-(optional)). <!-- tests/formats/test_rehearsal.py -->
-# Compile the model as well. In [torchao's
+# Compile the model as well: without `torch.compile`, FP8 can be [slower than 16
+# bits](https://github.com/pytorch/ao/issues/685). In [torchao's
 # table](https://github.com/pytorch/ao/tree/main/torchao/float8#performance), large layers gain most.
 #
 # ## Compare with PyTorch's FP8 matmul (optional)
@@ -410,16 +410,13 @@ for kind_of_values, (left, right) in (("both signs", rows), ("one sign", rows.ab
 # | NVIDIA Ampere and before (A100, RTX 30) | no | no |
 # | Ada, Hopper (8.9, 9.0: RTX 40, L40S, H100) | yes | no |
 # | Blackwell for data centers (10.x: B200, B300) | yes | yes |
-# | Blackwell RTX (12.x: RTX 50, RTX PRO) | yes | in part, see below |
+# | Blackwell RTX (12.x: RTX 50, RTX PRO) | yes | yes, but [some](https://github.com/pytorch/pytorch/pull/198188) [kernels](https://github.com/NVIDIA/TransformerEngine/issues/3062) were missing in 2026 |
 # | AMD MI300 | yes, as *fnuz* | no |
 # | AMD MI350 | yes | MXFP8, MXFP4 |
 #
 # Sources: [NVIDIA](https://nvidia.github.io/TransformerEngine/support_matrix.html),
 # [CUTLASS](https://github.com/NVIDIA/cutlass/blob/main/media/docs/cpp/blackwell_functionality.md) for
 # MXFP4, and [AMD](https://rocm.docs.amd.com/en/latest/reference/precision-support.html).
-#
-# On Blackwell RTX, [some](https://github.com/pytorch/pytorch/pull/198188)
-# [kernels](https://github.com/NVIDIA/TransformerEngine/issues/3062) are missing.
 #
 # MI300 uses the *fnuz* variants of E4M3 and E5M2, in which the same bits stand for half the number:
 
