@@ -122,7 +122,7 @@ assert len(changed) == 3 * 53  # mean, variance and a counter, in each of 53 bat
 # %% [markdown]
 # The running averages of all 53 batch normalisations have changed. In training mode, batch normalisation
 # [by default](https://docs.pytorch.org/docs/stable/generated/torch.nn.BatchNorm2d.html) updates these
-# averages, even if `requires_grad` is off. To keep the averages, put the backbone into evaluation mode
+# averages, even if `requires_grad` is off. To keep pretrained averages, put the backbone into evaluation mode
 # (exercise 3). <!-- tests/notebooks/test_exercises.py -->
 #
 # ## Train in each precision
@@ -170,8 +170,8 @@ def train(precision):
 
 
 # %% [markdown]
-# On a CPU we compare FP32 with bf16. On a GPU we compare it with each precision that is faster than FP32.
-# Every precision gets the same images in the same order. <!-- tests/train/data/test_images.py -->
+# On a CPU we compare FP32 with bf16. On a GPU we choose the precisions by speed, as in notebook 04. Every
+# precision gets the same images in the same order. <!-- tests/train/data/test_images.py -->
 
 # %% tags=["nbval-ignore-output"]
 precisions = [Precision.FP32, Precision.BF16]
@@ -188,8 +188,8 @@ for precision in precisions:
 
 # %% [markdown]
 # The percentage beside a loss is the difference from FP32. A difference of a few percent may come from chance,
-# because we trained only once in each precision. With random weights and generated pictures of four classes, an
-# accuracy of 25 % is no better than guessing.
+# because we trained only once in each precision. Here the backbone has random weights, and both accuracies are
+# no better than guessing among four classes.
 #
 # ## Count the memory of a step
 #
@@ -291,15 +291,15 @@ assert 0.85 < gib["FP32, batch 512"] / 6 < 1
 
 # %% [markdown]
 # AMP needs only slightly more memory for 512 images than FP32 needs for 256. FP32 with 512 images leaves less
-# than 1 GiB of the 6 GiB. The rest can be too small, because our count misses, for example, the memory that
+# than 1 GiB of the 6 GiB. This can be too little, because our count misses, for example, the memory that
 # [CUDA and its libraries](https://docs.pytorch.org/docs/stable/torch_cuda_memory.html) allocate outside of
 # PyTorch.
 #
 # ## Train the backbone too
 #
-# Autograd saves no activations for the layers of a frozen backbone. If we train the backbone too, autograd saves
-# them for the backward pass, and every weight has optimizer state. Before you run this: will a step with AMP and 512 images
-# fit into 6 GiB?
+# The backward pass ends at the head if the backbone is frozen, so autograd saves no activations of the
+# backbone. If we train the backbone too, autograd saves them, and AdamW keeps state for all weights. Before
+# you run this: will a step with AMP and 512 images fit into 6 GiB?
 
 # %%
 unfrozen = {
@@ -324,7 +324,7 @@ _ = figures.memory_by_dtype(
 #
 # - the images, which stay in fp32 (AMP adds a copy of them in bf16);
 # - the weights, their gradients and the optimizer state, which stay in fp32;
-# - the positions of the maxima in max pooling, which are int64 in both bars.
+# - the positions of the maxima in max pooling, which are int64 in both cases.
 # <!-- tests/notebooks/test_exercises.py -->
 #
 # We delete the generated pictures:
