@@ -114,10 +114,10 @@ assert layers.Dense(3).compute_dtype == "float16"
 # CUDA](https://docs.pytorch.org/docs/stable/amp.html#cuda-op-specific-behavior), by default, it runs a matrix
 # multiplication in float16 and a sum in float32. A policy has one compute dtype for a layer.
 #
-# So under `mixed_float16`, a layer that you write computes in float16 by default. Squares of large inputs then
+# So under `mixed_float16`, a layer that you write computes in float16 by default. Squares of inputs above 256 then
 # overflow. Keras's batch normalization first [casts its input to
 # float32](https://github.com/keras-team/keras/blob/master/keras/src/layers/normalization/batch_normalization.py).
-# We compare both:
+# Our layer `Energy` does not. We call it under `mixed_float16` and under `float32`:
 
 
 # %%
@@ -139,7 +139,7 @@ assert ops.all(ops.isinf(Energy()(far)))
 assert ops.all(ops.isfinite(Energy(dtype="float32")(far)))
 
 # %% [markdown]
-# Our layer needs `dtype="float32"`: in float16, its sums are infinite.
+# `Energy` needs `dtype="float32"`: in float16, its sums are infinite.
 #
 # ## Keep the last layer in float32
 #
@@ -166,12 +166,12 @@ assert off["right"] < 1 / 1000
 assert off["wrong"] > 1.8
 
 # %% [markdown]
-# With the float16 sigmoid, both losses are wrong. So create the last layer in float32 without an activation, and
-# use a loss with `from_logits=True`.
+# With the float16 sigmoid, both losses are wrong. So create the last layer without an activation, and use a loss
+# with `from_logits=True`. Create this layer in float32, so that the logits are not rounded to 16 bits.
 #
 # ## When compile adds a loss scale
 #
-# By default, `compile` wraps a plain optimizer in a `LossScaleOptimizer` if the *model's* policy is
+# By default, `compile` wraps an optimizer such as Adam in a `LossScaleOptimizer` if the *model's* policy is
 # `mixed_float16`. We compile a small model under three policies:
 
 
@@ -219,8 +219,8 @@ assert by_layer.optimizer.initial_scale == 2**15
 assert torch.amp.GradScaler("cpu").get_growth_interval() == by_layer.optimizer.dynamic_growth_steps
 
 # %% [markdown]
-# To clip gradients, set `clipnorm` on the inner (wrapped) optimizer. The inner optimizer receives gradients
-# that are already divided by the scale. <!-- tests/notebooks/test_12_keras.py -->
+# To clip gradients, set `clipnorm` on the inner (wrapped) optimizer, because it receives gradients that are
+# already divided by the scale. <!-- tests/notebooks/test_12_keras.py -->
 #
 # ## Write the step
 #
@@ -264,7 +264,8 @@ def step_with_tensorflow(self, data):
 
 
 # %% [markdown]
-# Both steps also work under `float32` and `mixed_bfloat16`. This small network uses the steps:
+# Both steps also work under `float32` and `mixed_bfloat16`: by default, `scale_loss` of a plain optimizer such as
+# Adam does not change the loss. This small network uses the steps:
 # <!-- tests/notebooks/test_12_keras.py -->
 
 
@@ -341,8 +342,8 @@ for backend, record in trained.items():
 # ## A mistake in a custom step
 #
 # `apply` of a `LossScaleOptimizer` divides the gradients by the scale, even if they are not scaled. So the steps
-# become too short if you forget `scale_loss`, or if you divide the gradients yourself, as code for TensorFlow 2.x
-# does. There is no error. We move a weight with a scaled gradient and with one that is not scaled:
+# become too short if you forget `scale_loss`, or if you divide the gradients yourself. There is no error. We move a
+# weight with a scaled gradient and with one that is not scaled:
 
 # %%
 gradient = ops.convert_to_tensor([0.5])
@@ -357,8 +358,9 @@ for kind, rate in ((keras.optimizers.SGD, 1.0), (keras.optimizers.Adam, 0.1)):
     assert abs(ratio / 2.0**15 - 1) < 0.01 if kind is keras.optimizers.SGD else 1 < ratio < 2
 
 # %% [markdown]
-# With SGD, the step without scaling is 2¹⁵ times too short. With Adam, it is 0.08 instead of 0.1, and much shorter
-# for small gradients. <!-- tests/notebooks/test_12_keras.py -->
+# With SGD, the step without scaling is 2¹⁵ times too short. Adam divides by the size of the gradient plus a small
+# epsilon. Its step is 0.08 instead of 0.1, and much shorter for small gradients.
+# <!-- tests/notebooks/test_12_keras.py -->
 #
 # ## The names of TensorFlow 2.x (optional)
 #
