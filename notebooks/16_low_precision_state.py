@@ -289,11 +289,12 @@ print(f"after a thousand steps without a gradient: {square.item()}; in fp32 {0.9
 assert square == 1
 
 # %% [markdown]
-# The second moment does not shrink, so Adam's steps after a large gradient stay too small.
+# The second moment does not shrink. Adam divides by its root, so the steps after a large gradient stay too small.
 #
-# Now we round each value of a large moment to eight or four bits, with an fp32 scale for each block of values.
-# The block sizes are those of [torchao](https://github.com/pytorch/ao/blob/main/torchao/optim/adam.py). To keep the
-# code short, we store the rounded values in fp32, which saves no memory. We compare three formats:
+# Now we round the moments of parameters with at least 4,096 values to eight or four bits, with an fp32 scale for each
+# block of values. The block sizes are those of
+# [torchao](https://github.com/pytorch/ao/blob/main/torchao/optim/adam.py). To keep the code short, we store the rounded
+# values in fp32, which saves no memory. We compare three formats:
 # <!-- tests/formats/test_scaling.py -->
 #
 # - *INT8*: evenly spaced numbers from -127 to 127, for both moments;
@@ -373,8 +374,8 @@ assert zeros["INT8"] > 0.1 > zeros["INT8, no zero"] == 0
 
 # %% [markdown]
 # INT8 stores a large share of the squares as 0. If the second moment is 0 and the next gradient is tiny, Adam divides
-# the mean by little more than epsilon (1e-8). The update can then become huge. The format without a zero stores a
-# small square as its smallest number.
+# the mean by little more than epsilon (1e-8). The update can then become so large that the loss becomes NaN. The format
+# without a zero stores a small square as its smallest number.
 #
 # [torchao's low-bit optimizers](https://github.com/pytorch/ao/tree/main/torchao/optim) store the state in few
 # bits. For weights in bf16, set `bf16_stochastic_round=True`:
