@@ -114,7 +114,7 @@ print("T4, a model trained in bf16:", choose(turing, "infer", trained_in="bf16")
 #   example in solvers.
 #
 # For training in 16 bits, use autocast and keep the weights in fp32. For inference in 16 bits, cast fp32 weights
-# once, which halves their memory. Where both formats are fast, fp16 [can be more
+# once, before the first input. This halves their memory. Where both formats are fast, fp16 [can be more
 # accurate](18_inference_and_export.ipynb) for inference.
 #
 # Start with the precision from `choose`, then measure. [`amp-lab
@@ -189,9 +189,9 @@ torch.backends.cudnn.allow_tf32 = kept  # for the next cells; leave this line ou
 # ### Old and new settings
 #
 # `torch.set_float32_matmul_precision` and `allow_tf32` are old settings. PyTorch also has new ones, such as
-# `torch.backends.cuda.matmul.fp32_precision`. A new setting does not change the old one. If the two disagree and some
-# code reads the old setting, as [Lightning](https://github.com/Lightning-AI/pytorch-lightning/issues/21256) does,
-# PyTorch can raise an error:
+# `torch.backends.cuda.matmul.fp32_precision`. A new setting does not change the old one. While the two disagree,
+# reading the old setting can raise an error. Some code, such as
+# [Lightning](https://github.com/Lightning-AI/pytorch-lightning/issues/21256), reads it:
 
 # %%
 matmul = torch.backends.cuda.matmul
@@ -242,11 +242,11 @@ assert not in_fp16.isfinite().all()
 #
 # If a value is larger, run the model in fp32, or use one of two remedies:
 #
-# - **Use fp32 for the layers that compute or receive such values**, and fp16 for the rest. Cast to fp32 before the
-#   first of these layers, and back to fp16 after the last.
+# - **Use fp32 for the layers that compute or receive such values**, and fp16 for the rest. Cast the hidden values to
+#   fp32 before the first of these layers, and back to fp16 after the last.
 # - **Move a power of two from one linear layer to the next** (exercise 4). Divide the weight and bias of the first
-#   layer by this power, and multiply the weight of the second layer by it. This weight must still fit in fp16. A ReLU
-#   may stand between the layers, but not a GELU. <!-- tests/notebooks/test_19_choose_your_precision.py -->
+#   layer by this power, and multiply the weight of the second layer by it. The second weight must still fit in fp16. A
+#   ReLU may stand between the layers, but not a GELU. <!-- tests/notebooks/test_19_choose_your_precision.py -->
 #
 # ## What other frameworks call it
 #
@@ -331,8 +331,8 @@ assert set(rows["model.to(bfloat16)"]) == {"bfloat16"}
 # | Keras `mixed_bfloat16` | fp32 | bf16 | fp32 | fp32 | bf16 |
 # | Keras `bfloat16` | bf16 | bf16 | bf16 | bf16 | bf16 |
 #
-# accelerate and Fabric wrap the model, and the wrapper casts the outputs to fp32. Lightning's Trainer calls the model
-# without a wrapper here, so the outputs stay in bf16.
+# accelerate (which transformers uses) and Fabric wrap the model, and the wrapper casts the outputs to fp32. Lightning's
+# Trainer calls the model without a wrapper here, so the outputs stay in bf16.
 #
 # In version 5 of transformers, `from_pretrained` loads a model **in the dtype that its config names**. To
 # fine-tune with fp32 weights, pass `dtype=torch.float32`. See also [Trainers, master
@@ -406,9 +406,9 @@ exercises.check_cases(answers)
 #
 # ### 2. Count the bits
 #
-# `product(a, b)` multiplies two fp32 tensors of shape (1, 1), and may round them first. Complete `bits_left`, which
-# returns how many significant bits of an input are left. Find the largest k for which the product of 1 + 2^-k and 1
-# is still more than 1.
+# `product(a, b)` multiplies two fp32 tensors of shape (1, 1), and may round them first. Complete `bits_left`: find the
+# largest k for which the product of 1 + 2^-k and 1 is still more than 1, and return how many significant bits of an
+# input are left.
 
 
 # %%
