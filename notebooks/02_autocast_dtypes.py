@@ -80,8 +80,8 @@ assert defaults == [torch.bfloat16] + [torch.float16] * 3
 # 1. **Is the call eligible?** [Some tensors and some calls](#What-is-eligible,-and-what-is-not) are not
 #    cast.
 # 2. **Is the op on the list of this backend?** If not, PyTorch's usual rules apply: the sum of an fp32
-#    matrix and a 16-bit matrix is fp32. (Some ops call an op on the list: on a CPU, `einsum` calls `bmm` and
-#    returns bf16.) <!-- tests/notebooks/test_02_autocast_dtypes.py -->
+#    matrix and a 16-bit matrix is fp32. (An op that is not on the list may call one that is: on a CPU,
+#    `einsum` calls `bmm` and returns bf16.) <!-- tests/notebooks/test_02_autocast_dtypes.py -->
 # 3. **Which policy does the op have there?**
 #
 # ## Find the policy of an op
@@ -105,9 +105,10 @@ assert table["relu"] == table["add"] == table["mean"] == ["fp32", SHORT[low]]
 # Read the rows like this:
 #
 # - **Low precision in both columns:** the policy is *lower precision*.
-# - **fp32 in both columns:** the policy is *fp32*. (Only in the row `add fp32`, PyTorch itself promotes the
-#   sum, because the second summand is always fp32.)
-# - **The input's dtype in each column:** the op is not on the list of this device.
+# - **fp32 in both columns:** the policy is *fp32*. The row `add fp32` is an exception: its second summand is
+#   always fp32, so PyTorch itself promotes the sum.
+# - **The input's dtype in each column:** the op is not on the list of this device. (An op with the policy
+#   *promote* would look the same, because we pass a single matrix.)
 #
 # ## What is eligible, and what is not
 #
@@ -238,9 +239,9 @@ for kind, count in counts.items():
 assert list(counts.values()) == [1, 5, 5, 5]
 
 # %% [markdown]
-# Only the trained weight with the cache needed a single cast. In training, the cache keeps the casts of fp32
-# **parameters that require a gradient** until the outermost block ends.
-# <!-- tests/notebooks/test_02_autocast_dtypes.py -->
+# Only the trained weight with the cache needed a single cast. The cache keeps the casts of fp32 **parameters
+# that require a gradient** until the outermost block ends. <!-- tests/notebooks/test_02_autocast_dtypes.py -->
+# In `torch.inference_mode()` it keeps none. <!-- tests/tracing/test_inference_memory.py -->
 #
 # If a weight changes inside the block, the cached cast is out of date. We double a weight, as
 # `optimizer.step()` might.
@@ -334,7 +335,7 @@ here = grid.get(device.type, {})  # fake tensors are a model of a device: compar
 assert all(table[name][1] == predicted for name, predicted in here.items())
 
 # %% [markdown]
-# The figure shows the dtype that each op returns:
+# The figure shows the dtype that each op returns for an input in low precision:
 #
 # - From `linear` to `add fp32`, an op has the same policy on all four backends.
 #   <!-- tests/notebooks/test_02_autocast_dtypes.py -->
@@ -412,8 +413,8 @@ exercises.check_dtypes(dtypes)
 #
 # ### 2. Repair an island
 #
-# This function should multiply fp32 and bf16 matrices in fp32, with and without autocast. It does not. Repair
-# it.
+# This function should compute `matrix @ matrix` in fp32, for an fp32 or a bf16 matrix, with and without
+# autocast. It does not. Repair it.
 #
 # ```python
 # def square_in_fp32(matrix):
