@@ -227,7 +227,7 @@ for picture in pictures.values():
     assert close.float().mean() > 0.6
 
 # %% [markdown]
-# Here both networks draw the diamonds in the right places, but blur their edges.
+# Here both networks draw the target's diamonds in the right places, but blur their edges.
 #
 # ## Time of a training step
 #
@@ -237,11 +237,11 @@ for picture in pictures.values():
 #    until the device has finished.
 # 2. `compare` computes the speed-up within each round. It shows the median, with its 95 % interval in
 #    brackets.
-# 3. If other programs have disturbed the measurement, the result says *not reliable*.
+# 3. If `compare` notices that other programs disturb the measurement, the result says *not reliable*.
 # <!-- tests/core/test_timing.py -->
 #
-# `is_possible` compares the floating-point operations (FLOP) per second of a step with those of a matmul. If
-# the step seems far faster, the clock has probably [stopped too early](#How-not-to-measure).
+# `is_possible` compares the rate of a step with that of a matmul, in floating-point operations (FLOP) per
+# second. If the step seems far faster, the clock has probably [stopped too early](#How-not-to-measure).
 # <!-- tests/notebooks/test_04_fp32_vs_amp.py -->
 #
 # Before you run this: how much faster do you expect the step to be in 16 bits?
@@ -301,7 +301,7 @@ _ = figures.time_and_memory(
 )
 
 # %% [markdown]
-# On our two CPU cores, autograd saves about half as many bytes with bf16 as with FP32, because nearly all
+# On our CPU, autograd saves about half as many bytes with bf16 as with FP32, because nearly all
 # of these bytes are activations in bf16. The peak of a step also includes the weights and Adam's state. Both
 # [stay in fp32](06_caltech256_resnet50.ipynb#Train-the-backbone-too).
 # <!-- tests/notebooks/test_04_fp32_vs_amp.py -->
@@ -327,7 +327,7 @@ for task, (fp32_s, amp_s) in article.items():
 # **Do not stop the clock too early.** A call that starts work on a GPU [usually returns before the work is
 # done](https://docs.pytorch.org/docs/stable/notes/cuda.html#asynchronous-execution). If you then read the
 # clock without waiting, you time how fast the CPU queues work. On an H100, such a clock reported [six times
-# the speed](../data/results/README.md#an-nvidia-h100). On a GPU, call `torch.accelerator.synchronize()` before
+# the true speed](../data/results/README.md#an-nvidia-h100). On a GPU, call `torch.accelerator.synchronize()` before
 # you read the clock.
 #
 # ## Summary
@@ -337,8 +337,8 @@ for task, (fp32_s, amp_s) in article.items():
 # - To measure time, synchronise, warm up, repeat, take turns and give an interval. Say whether the
 #   baseline is FP32 or TF32.
 # - Weights, gradients and optimizer state [stay in
-#   fp32](08g_speed_and_memory.ipynb#The-memory-is-not-halved), so memory falls towards half only if
-#   most of it holds activations.
+#   fp32](08g_speed_and_memory.ipynb#The-memory-is-not-halved), so the memory of a step nearly halves only
+#   if activations take most of it.
 #
 # Next, [notebook 05](05_cifar10_mobilenet.ipynb) puts AMP into an ordinary training loop with real
 # pictures.
