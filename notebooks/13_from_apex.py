@@ -107,7 +107,7 @@ assert torch.equal(today, as_apex_did)
 # - **Master weights** (O2): the optimizer updates an fp32 copy of each fp16 weight.
 # - **The dynamic loss scale** (O1 and O2) [changed during
 #   training](https://github.com/NVIDIA/apex/blob/e13873debc4699d39c6861074b9a3b2a02327f92/apex/amp/scaler.py), as the
-#   scale of a `GradScaler` does.
+#   scale of a `GradScaler` does, but by default not above 2^24.
 #
 # ## What each level did, and what replaces it today
 #
@@ -185,10 +185,10 @@ assert runs["autocast"].losses != runs["O2"].losses
 #
 # ### O3: everything in fp16
 #
-# Today O3 is `model.half()` with fp16 inputs. The optimizer updates the fp16 weights. Two problems are:
+# Today O3 is `model.half()` with fp16 inputs. The optimizer updates the fp16 weights. This has two problems:
 #
 # - Small weight updates are rounded away ([notebook 16](16_low_precision_state.ipynb)).
-# - Our Adam divides by zero. Its divisor is the root of an average of squared gradients, plus 1e-8. In fp16, 1e-8
+# - Adam can divide by zero. Its divisor is the root of an average of squared gradients, plus 1e-8. In fp16, 1e-8
 #   becomes zero, and the average becomes zero if the gradients are small.
 #
 # We check the divisor after a first gradient of 0.0005, and train at O3 for three steps:
@@ -278,7 +278,7 @@ for old_name in (torch.cuda.amp.autocast, torch.cpu.amp.autocast, torch.cuda.amp
     assert [warning.category for warning in caught] == [FutureWarning]
 
 # %% [markdown]
-# Two things can go wrong when you rename them.
+# Two things can go wrong when you replace these names by those of `torch.amp`.
 #
 # **The default dtype.** The old classes had a fixed default: fp16 for CUDA and bf16 for the CPU. By default, the
 # new class takes the dtype of an outer autocast block, if there is one. In which dtype will each of the three
@@ -412,7 +412,7 @@ print(dict(state))
 assert scaler_state(state).keys() == torch.amp.GradScaler("cpu").state_dict().keys()
 
 # %% [markdown]
-# Now we resume at O1. The state of torch's Adam needs no change:
+# Now we resume the run at O1 with today's code. The state of torch's Adam needs no change:
 
 
 # %%
@@ -437,8 +437,8 @@ def resume(use_masters=False):
 check_close(resume(), whole, SAME)
 
 # %% [markdown]
-# At O2 we resume twice: first with the rounded weights, then with the saved master weights. How close will each
-# resumed run be to the reference run?
+# We resume the run at O2 twice: first with the rounded weights, then with the saved master weights. How close will
+# each resumed run be to the reference run?
 
 # %%
 whole = train_and_save("O2", batches, new_model(device), PATH, INTERVAL)
