@@ -75,7 +75,7 @@ assert changed < 0.02 * len(tests)
 # - **Autocast** keeps the weights in fp32, and uses copies in 16 bits for matmuls and convolutions. It runs
 #   [some sensitive ops](02_autocast_dtypes.ipynb) in fp32. Use it to evaluate during training, or if you do not know
 #   which parts need fp32.
-# - **Cast once**: cast the weights to 16 bits before the first call. This halves the memory of fp32 weights. Use it
+# - **Cast once**: cast the weights to 16 bits before the first call. This halves the memory of the weights. Use it
 #   for a model that only runs inference.
 # - **Compile** the model in either case, to fuse small ops.
 #
@@ -185,7 +185,7 @@ assert refused
 # <!-- tests/notebooks/test_18_inference_and_export.py -->
 #
 # **Weights**: if you change them for inference, for example to fold a batch norm (exercise 4), do it in fp32 and cast
-# afterwards.
+# afterwards, so that they are rounded only once.
 # <!-- tests/notebooks/test_18_inference_and_export.py -->
 #
 # ## What torch.compile changes
@@ -224,8 +224,8 @@ for call, count in compilations.items():
 assert list(compilations.values()) == [1, 2, 2, 3, 4, 5]
 
 # %% [markdown]
-# The code of the second compilation works for batches of 5 and 6. A batch of 1, the call under autocast and the call
-# with gradients each cause another compilation. To avoid compilations while you serve requests:
+# The second compilation treats the batch size as variable, so its code also works for a batch of 6. A batch of 1, the
+# call under autocast and the call with gradients each cause another compilation. To avoid compilations while you serve requests:
 #
 # - Always use the same gradient mode and autocast state.
 # - Before the first request, make one call with each batch size that you will serve. Pad smaller batches to one of
