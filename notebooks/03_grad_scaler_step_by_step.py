@@ -49,10 +49,10 @@ assert kept == gradient
 # %% [markdown]
 # Without scaling, the gradient becomes zero. With scaling, it comes back exactly as it was.
 #
-# Backpropagation rounds the gradients to fp16, so we have to scale them *before*. Backpropagation is
-# linear: if we multiply the loss by 4096, every gradient is 4096 times as large. The factor is called the
-# **loss scale**. `torch.amp.GradScaler` scales the loss, divides the gradients by the scale before the
-# optimizer uses them, and looks for a good scale during training.
+# Backpropagation rounds the gradients to fp16, so we have to scale *before* it: we scale the loss.
+# Backpropagation is linear, so if we multiply the loss by 4096, every gradient is 4096 times as large. The
+# factor is called the **loss scale**. `torch.amp.GradScaler` scales the loss, divides the gradients by the
+# scale before the optimizer uses them, and looks for a good scale during training.
 #
 # ## A network of two parameters
 #
@@ -79,7 +79,7 @@ def show(stage, layer):
 
 
 # %% [markdown]
-# `check` asserts the values to four decimals. We begin before training.
+# `check` asserts the values to four decimals. We show the layer before training.
 
 
 # %%
@@ -159,8 +159,8 @@ assert layer.weight.grad.dtype is torch.float32
 # fp32, the dtype of their parameters.
 #
 # `unscale_` divides the gradients by the scale, in place, and records whether any of them is infinite or
-# NaN. Call `unscale_` before you read or change gradients, for example to clip them. Otherwise `step`
-# [unscales the gradients itself](https://docs.pytorch.org/docs/stable/notes/amp_examples.html).
+# NaN. Call `unscale_` before you read or change gradients, for example to clip them. If you do not call it,
+# `step` [unscales the gradients itself](https://docs.pytorch.org/docs/stable/notes/amp_examples.html).
 
 # %%
 scaler.unscale_(optimizer)  # AMP: optional
@@ -197,8 +197,8 @@ assert (scaler.get_scale(), good_steps) == (4096, 1)
 # ## An overflow: the step is skipped, the scale halves
 #
 # The scaled loss of our network is scale x output, so the gradient of the output equals the scale. This
-# gradient is in fp16. The largest fp16 number is 65504. So with a scale of 131072 (2^17), the gradient
-# becomes infinite.
+# gradient is in fp16, as the output is. The largest fp16 number is 65504. So with a scale of 131072 (2^17),
+# the gradient becomes infinite.
 #
 # `train_step` contains the lines of the step above, without `unscale_`.
 
@@ -254,9 +254,9 @@ assert torch.amp.GradScaler(device.type).get_growth_interval() == 2000
 # %% [markdown]
 # ## The scale over a whole training run
 #
-# With both rules, the scale climbs until a gradient overflows, then halves and climbs again. To plot the
-# scale, we fit a linear layer to noisy data, with a growth interval of 10. This time autocast runs the loss in
-# fp32, so the scale may exceed 65504 while the gradients are small.
+# In a long run, the scale climbs until a gradient overflows, then halves and climbs again. To plot the scale,
+# we fit a linear layer to noisy data, with a growth interval of 10. This time the loss is in fp32, so the scale
+# may exceed 65504. Only the scaled gradients have to fit into fp16.
 
 # %%
 torch.manual_seed(0)
