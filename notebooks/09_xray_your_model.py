@@ -14,7 +14,7 @@
 #
 # **What you'll learn.**
 # - why you can see autocast's decisions for a device that you do not have;
-# - where the backends treat the same model differently;
+# - where autocast treats the same model differently on CUDA, MPS and a CPU;
 # - why `F.cross_entropy` on fp16 logits is less precise than it looks;
 # - what takes memory in a training step, and which part AMP makes smaller.
 #
@@ -96,8 +96,8 @@ class Tracer(TorchDispatchMode):
 
 
 # %% [markdown]
-# **Pretend to have the device.** Autocast does not look at values. It looks at the op, the dtypes and the type
-# of the device. A [*fake
+# **Pretend to have the device.** Autocast does not look at values. It looks at the op, its dtypes and options, and
+# the type of the device. A [*fake
 # tensor*](https://docs.pytorch.org/docs/stable/user_guide/torch_compiler/torch.compiler_fake_tensor.html)
 # has a dtype and a device but no data, so the device need not exist. We cannot use `torch.autocast("cuda")`, which
 # [checks](https://github.com/pytorch/pytorch/blob/main/torch/amp/autocast_mode.py) for CUDA. So `rules_of` sets
@@ -180,9 +180,9 @@ xray(net, images, device_type="cuda")
 #
 # ## Three models, three backends
 #
-# Do the backends run a model in the same dtypes? We compare a ResNet-50, a GPT and an LSTM. We build the models
-# on the [`meta` device](https://docs.pytorch.org/docs/stable/meta.html), where tensors have no data, so the models
-# take no memory.
+# Do CUDA, MPS and the CPU run a model in the same dtypes? We compare a ResNet-50, a GPT and an LSTM. We
+# build the models on the [`meta` device](https://docs.pytorch.org/docs/stable/meta.html), where tensors have no data,
+# so the models take no memory.
 
 
 # %%
@@ -254,7 +254,7 @@ _ = figures.dtypes_by_model(grid)
 #
 # - **`batch_norm`** and the `relu_` after it are fp32 on MPS, but the convolutions are fp16. So the ResNet needs
 #   casts from fp16 to fp32 and back.
-# - **`lstm`** is fp32 on MPS.
+# - **`lstm`** is fp32 on MPS, where autocast has no rule for it. So it keeps the dtype of its input, here fp32.
 # - **`_log_softmax`** in the loss is fp16 on CUDA and MPS, and fp32 on the CPU. The [next
 #   section](#The-surprise-in-cross-entropy) explains why.
 
@@ -307,15 +307,15 @@ for backend in BACKENDS:
     assert in_fp32 == ("fp32", "fp32")
 
 # %% [markdown]
-# Without `.float()`, this happens on a GPU:
+# Without `.float()`, this happens on a GPU in eager mode (without `torch.compile`):
 #
 # 1. `F.cross_entropy` calls `log_softmax` [with `dtype=` set to the dtype of the
 #    logits](https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/native/LossNLL.cpp), here fp16.
 # 2. Autocast runs `log_softmax` in fp32 only [if the call does not set
 #    `dtype=`](https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/autocast_mode.h). This call does, so the
 #    result is rounded to fp16.
-# 3. Autocast casts the rounded values to fp32 for `nll_loss`. So the loss is fp32, although its values were
-#    rounded to fp16.
+# 3. Autocast casts the rounded values to fp32 for `nll_loss`. So the loss is fp32, although the
+#    `log_softmax` was rounded to fp16.
 #
 # To avoid the rounding, call **`.float()` on the logits.** On the CPU, autocast casts the logits to fp32, because
 # the [CPU's list](https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/autocast_mode.cpp) contains
@@ -376,8 +376,7 @@ assert amp_lab_command(command.split()) == 0
 # %% [markdown]
 # ## Summary
 #
-# - Autocast decides by the op, the dtypes and the type of the device. So fake tensors show its decisions
-#   for a device that you do not have.
+# - Autocast does not look at values. So fake tensors show its decisions for a device that you do not have.
 # - Under autocast on MPS, `batch_norm` runs in fp32, and so does an LSTM layer with an fp32 input.
 # - In eager mode under autocast on CUDA, XPU and MPS, `F.cross_entropy` of class indices rounds the `log_softmax`
 #   of fp16 logits to fp16. Pass `logits.float()`.
