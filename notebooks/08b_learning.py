@@ -86,7 +86,7 @@ def sick_loss(weights):
 weights, scales = train(sick_loss, torch.amp.GradScaler("cpu"), steps=170)
 print("scale after 1, 17 and 166 steps:", scales[0], scales[16], scales[165])
 assert weights.tolist() == [0.0, 2.0]  # nothing was learned
-assert scales[165:] == [0.0] * 5  # from where no doubling leads back
+assert scales[165:] == [0.0] * 5  # twice 0 is 0: it stays there
 
 # %% [markdown]
 # **Why.** At any scale, at least one gradient is infinite or NaN, so a smaller scale does not help. Typical sources
