@@ -225,7 +225,8 @@ assert list(compilations.values()) == [1, 2, 2, 3, 4, 5]
 
 # %% [markdown]
 # The second compilation treats the batch size as variable, so its code also works for a batch of 6. A batch of 1, the
-# call under autocast and the call with gradients each cause another compilation. To avoid compilations while you serve requests:
+# call under autocast and the call with gradients each cause another compilation. To avoid compilations while you serve
+# requests:
 #
 # - Always use the same gradient mode and autocast state.
 # - Before the first request, make one call with each batch size that you will serve. Pad smaller batches to one of
