@@ -175,8 +175,8 @@ print(f"two seeds in fp32 differ by up to {between_seeds:.2g}")
 #
 # The vocabulary of Llama 3 has [128,256
 # entries](https://github.com/pytorch/torchtune/blob/main/torchtune/models/llama3/_model_builders.py). The
-# logits have a value for each token and each entry. We train under bf16 autocast in eager mode, and call `.float()`
-# on the logits. The fp32 copy is freed early, because no gradient needs it. At the peak of the backward pass, four
+# logits have a value for each token and each entry. Suppose that we train under bf16 autocast in eager mode, with
+# `.float()`. The fp32 copy is freed early, because no gradient needs it. At the peak of the backward pass, four
 # tensors of this size are in memory:
 #
 # - `logits` in bf16;
@@ -306,9 +306,9 @@ assert dtypes["blocks.0.qkv"] == dtypes["blocks.1"] == torch.bfloat16  # no fp32
 # Merging adds the update to the weight, so that inference needs no adapter. If you store the sum in bf16,
 # each value is rounded.
 #
-# We scale the update of one layer, so that its norm is 1 to 0.0001 times that of the weight. We add it to the weight,
-# and round the sum to bf16. Before you run this: how much is left of an update that is 1000 times smaller than the
-# weight?
+# We scale the update of one layer, so that its norm is 1, 0.01, 0.001 or 0.0001 times that of the weight. We add it to
+# the weight, and round the sum to bf16. Before you run this: how much is left of an update that is 1000 times smaller
+# than the weight?
 
 # %% tags=["nbval-ignore-output"]
 layer = adapted.blocks[1].up
@@ -365,9 +365,9 @@ assert abs(in_bf16 - in_fp32) < 0.01
 # it. But the model is not worse in bf16 here: the test loss is nearly the same. So compare models by their loss.
 #
 # Within one precision, the same prompt can [also give two
-# texts](https://thinkingmachines.ai/blog/defeating-nondeterminism-in-llm-inference/). Another batch size or length can
-# change the order in which a matmul adds. We compute the logits of ten characters, first alone and then at the
-# beginning of a longer text:
+# texts](https://thinkingmachines.ai/blog/defeating-nondeterminism-in-llm-inference/). Another batch size or length
+# gives a matmul another shape, and can so change the order in which it adds. We compute the logits of ten characters,
+# first alone and then at the beginning of a longer text:
 
 # %% tags=["nbval-ignore-output"]
 for name, limit in (("fp32", 1e-3), ("bf16", 0.5)):
