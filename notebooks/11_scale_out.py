@@ -11,7 +11,7 @@
 #
 # **What you'll do.** Run a plain training loop in several processes, first with
 # `DistributedDataParallel` (DDP), then with FSDP2 (`fully_shard`). Then count the bytes that each process sends
-# in each dtype, and the bytes of weights, gradients and optimizer state that it holds.
+# and holds.
 #
 # **What you'll learn.**
 # - why the losses agree with those of one process, and how closely;
@@ -205,7 +205,7 @@ def train_ddp(config, data, dtype, device, sums_in=torch.float32):
 # | when | what FSDP2 sends | dtype |
 # |---|---|---|
 # | before the layer's forward pass | *all-gather*: every rank gets all shards of the layer's weights | `param_dtype` |
-# | before the layer's backward pass | the same again, because FSDP2 frees the gathered weights after the forward pass | `param_dtype` |
+# | before the layer's backward pass | the same again: FSDP2 frees the gathered weights after the forward pass | `param_dtype` |
 # | after the layer's backward pass | *reduce-scatter*: every rank gets its shard of the averaged gradients | `reduce_dtype` |
 # | in the optimizer step | nothing: every rank updates its shards | |
 #
@@ -332,7 +332,7 @@ _ = figures.sent_bytes(bars, most)
 # |---|---|---|
 # | DDP, autocast bf16 | the same | fp32 weights have fp32 gradients |
 # | DDP, bf16 hook | half | gradients in bf16 |
-# | FSDP2, fp32 | nearly 1.5 times | for each encoder layer two all-gathers and a reduce-scatter, each half of an all-reduce |
+# | FSDP2, fp32 | nearly 1.5 times | each encoder layer has two all-gathers and a reduce-scatter, each half of an all-reduce |
 # | FSDP2, bf16, reduce in fp32 | about the same | bf16 halves the two all-gathers |
 # | FSDP2, bf16, reduce in bf16 | about three quarters | bf16 halves the reduce-scatter too |
 #

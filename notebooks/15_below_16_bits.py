@@ -336,8 +336,6 @@ report
 # The *error* rows show the errors of the whole model, with the starred layers in fp32. One accurate step does not
 # mean that the model learns. To test learning, run `amp-lab rehearse --steps 20`.
 # <!-- tests/cli/test_rehearse_command.py -->
-#
-# We check the two layers, and the error of the gradients:
 
 # %%
 for layer in ("blocks.1.up", "blocks.1.down"):
