@@ -154,8 +154,8 @@ scaler = torch.amp.GradScaler(device.type, enabled=(precision is Precision.FP16)
 assert scaler.is_enabled() == (precision is Precision.FP16)
 
 # %% [markdown]
-# If the line recommends fp32, we measured no faster matrix multiplication in 16 bits. Then we train with AMP in bf16
-# anyway. <!-- tests/core/test_device.py -->
+# If the line recommends neither bf16 nor fp16, a matrix multiplication in 16 bits was not clearly faster, or this
+# machine was too busy to measure it. Then AMP runs in bf16 anyway. <!-- tests/core/test_device.py -->
 #
 # ## Compare loss, time and memory
 #
@@ -179,7 +179,7 @@ assert abs(last[str(precision)] - last["fp32"]) < 0.02 * first  # equally well
 assert {p.dtype for p in amp_model.parameters()} == {torch.float32}
 
 # %% [markdown]
-# Both runs end at nearly the same loss. The weights and their updates are still in fp32.
+# Both runs end at nearly the same loss. One reason is that the weights and their updates are still in fp32.
 #
 # Next we measure the time of a step. We also forecast the memory of the *saved activations*: the tensors, such as the
 # inputs of layers, that the forward pass keeps for the backward pass.
