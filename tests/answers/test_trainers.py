@@ -493,6 +493,24 @@ def test_a_pipeline_sends_the_dtypes_of_autocast():
     assert last == ({BF16}, {FP32}, {True})
 
 
+def test_a_backward_pass_under_autocast_runs_the_matmuls_of_an_fp32_layer_in_bf16():
+    layer, x = nn.Linear(16, 16, bias=False), torch.randn(8, 16)
+
+    def gradient(autocast_in_backward):
+        layer.weight.grad = None
+        with torch.autocast("cpu", BF16):
+            with torch.autocast("cpu", enabled=False):
+                loss = layer(x).square().sum()
+            with torch.autocast("cpu", BF16, enabled=autocast_in_backward):
+                loss.backward()
+        return layer.weight.grad
+
+    in_fp32, in_bf16 = gradient(False), gradient(True)
+    assert in_bf16.dtype is FP32
+    assert torch.equal(in_bf16, in_bf16.to(BF16).float())
+    assert not torch.equal(in_fp32, in_fp32.to(BF16).float())
+
+
 def test_an_output_layer_in_fp32_helps_if_both_sides_have_it():
     hidden, weight = torch.randn(1024, 256).to(BF16), (torch.randn(1024, 256) * 0.2).to(BF16)
     other = (hidden.float() * (1 + 2**-9 * torch.randn(1024, 256))).to(BF16)  # another kernel
