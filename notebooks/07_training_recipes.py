@@ -100,12 +100,12 @@ def train_amp(model, optimizer, scaler, dtype):
 # The loop works for fp16 and for bf16. Create its scaler with
 # `torch.amp.GradScaler(device.type, enabled=dtype is torch.float16)`. For bf16 this scaler is
 # [disabled](https://github.com/pytorch/pytorch/blob/main/torch/amp/grad_scaler.py): `scale` returns the loss
-# unchanged, and `step` only calls `optimizer.step()`.
+# unchanged, `step` only calls `optimizer.step()`, and `unscale_` and `update` do nothing.
 #
 # ## How a recipe is checked
 #
 # `check_same` trains the same network with the fp32 loop, and with the AMP loop in fp16 and in bf16. Then it
-# compares how much each training changed the weights:
+# compares how the AMP loop and the fp32 loop changed the weights:
 
 # %%
 problem.check_same(recipes.train_plain, train_amp)
@@ -177,9 +177,9 @@ assert math.isclose(norms["step"], MAX_NORM, rel_tol=1e-3)
 # %% [markdown]
 # `unscale_` restores the gradient's true length, and clipping shortens it to 0.1.
 #
-# **If a gradient is infinite**, the scaler skips the step in fp16. In bf16 nothing skips the step, so clipping
-# makes weights NaN. To get an error in bf16 instead, call `clip_grad_norm_` with
-# `error_if_nonfinite=True`. <!-- tests/notebooks/test_07_training_recipes.py -->
+# **If a gradient is infinite**, clipping multiplies it by 0.1 / inf = 0, which gives NaN. In fp16 the scaler skips
+# the step. In bf16 nothing skips it, so weights become NaN. To get an error in bf16 instead, call `clip_grad_norm_`
+# with `error_if_nonfinite=True`. <!-- tests/notebooks/test_07_training_recipes.py -->
 #
 # ## Accumulate gradients
 #
@@ -305,7 +305,7 @@ assert torch.equal(recomputed, problem.change(train_amp, torch.float16))
 # <!-- tests/notebooks/test_07_training_recipes.py -->
 #
 # **If `backward` raises `… not found in storage`**, pass `cache_enabled=False` to autocast. This error can occur
-# with the argument `context_fn`. <!-- tests/notebooks/test_07_training_recipes.py -->
+# if you call `checkpoint` with `context_fn`. <!-- tests/notebooks/test_07_training_recipes.py -->
 #
 # ## Use several losses and optimizers
 #
