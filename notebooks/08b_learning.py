@@ -111,7 +111,7 @@ assert (healthy[0], healthy[-1]) == (2.0**16, 2.0**19)
 # %% [markdown]
 # The scale of the healthy run doubles every 20 steps, because of `growth_interval=20`.
 #
-# **Not this.** Do not switch the scaler off: weights with such a gradient then become infinite or NaN.
+# **Not this.** Do not switch the scaler off: weights with such a gradient can then become infinite or NaN.
 
 # %%
 unscaled, _ = train(sick_loss, torch.amp.GradScaler("cpu", enabled=False), steps=1)
@@ -399,8 +399,8 @@ still, moved = first_step(torch.ones(2), [0.0, 1e-4])
 assert 0.998 < moved < still == 1
 
 # %% [markdown]
-# **Not this.** Do not set `eps=1e-4`. The NaN goes away, but fp16 rounds small updates away: with a gradient of 1e-6,
-# a weight of 1 does not change.
+# **Not this.** Do not set `eps=1e-4`. The NaN goes away, but small gradients then give tiny updates, which fp16 rounds
+# away: with a gradient of 1e-6, a weight of 1 does not change.
 
 # %%
 assert first_step(torch.ones(1).half(), [1e-6], eps=1e-4) == [1.0]  # nothing is learned
@@ -550,11 +550,12 @@ assert 0.1 < (stored.float() == 0).float().mean() < 0.2
 # become 448 or NaN. PyTorch also lacks many operations for FP8, such as addition in eager mode, and
 # does not promote an FP8 matrix to another dtype. <!-- tests/notebooks/test_08b_learning.py -->
 #
-# **The fix.** Use a library that stores a scale with each FP8 weight, such as
+# **The fix.** Use a library that stores scales with the FP8 weights, such as
 # [torchao](https://github.com/pytorch/ao/blob/main/torchao/quantization/quantize_/workflows/float8/float8_tensor.py),
 # or keep the weights in bf16.
 #
-# By hand, divide the weight by a factor before the cast to FP8, and multiply it by this factor before the matmul:
+# By hand, divide the weight by a factor before the cast to FP8. Before the matmul, cast it back and multiply it by
+# this factor:
 
 
 # %%
