@@ -93,9 +93,9 @@ assert loss_in(torch.float16, model).isnan()
 # **Why.** In fp16, an output of 65520 or more becomes infinite. Infinity minus infinity, as in a normalisation, is
 # NaN.
 #
-# **The fix.** If the loss is inf or NaN in fp16 only, use bf16, which has nearly the range of fp32. Or run the layers
-# that overflow in fp32: switch autocast off around them, and cast their inputs with `.float()`. If the loss is NaN in
-# fp32 too, look for NaN in the data, and find the op that makes the NaN with `amp_lab.numerics.find_nonfinite`.
+# **The fix.** If inf or NaN appears only in fp16, use bf16, which has nearly the range of fp32. Or run the layers that
+# overflow in fp32: switch autocast off around them, and cast their inputs with `.float()`. If NaN appears in fp32 too,
+# look for NaN in the data, and find the op that makes the NaN with `amp_lab.numerics.find_nonfinite`.
 #
 # The next matmul casts its input to fp16 again, so the values must be small there. Here, the normalisation makes
 # them small. <!-- tests/notebooks/test_08a_values.py -->
@@ -392,8 +392,8 @@ for dtype in (torch.float32, torch.float16, torch.bfloat16):
     assert cross_entropy(p, target).isnan() == (dtype is not torch.float32)
 
 # %% [markdown]
-# **Why.** In 16 bits `1 - 1e-6` rounds to 1, so the clamp does nothing here. In fp16 `1e-8` rounds to 0, so it does
-# not help to add it to `p`. The logarithm of 0 is -inf, and 0 times -inf is NaN.
+# **Why.** In 16 bits `1 - 1e-6` rounds to 1, so the clamp leaves a `p` of 1 as it is. In fp16 `1e-8` rounds to 0, so
+# it does not help to add it to `p`. The logarithm of 0 is -inf, and 0 times -inf is NaN.
 #
 # **The fix.** Compute the loss from logits: `F.binary_cross_entropy_with_logits`, `F.cross_entropy` or
 # `F.logsigmoid`. If the formula needs probabilities, compute them in fp32, `logits.float().sigmoid()`, with an
@@ -559,8 +559,8 @@ print(message_of(lambda: masked_step(torch.amp.GradScaler("cpu", init_scale=2.0*
 # **Why.** By default, `GradScaler` raises the scale until gradients overflow, and infinity times 0 is NaN. Anomaly
 # detection does not know that the scaler will skip this step.
 #
-# **The fix.** Search for the NaN with a scale that stays 1: `GradScaler(init_scale=1.0, growth_interval=10**9)`. If
-# the error remains, or if you use no scaler, the scale is not the cause: repair the op that the message names.
+# **The fix.** Search for the NaN with a scale of 1 that does not grow: `GradScaler(init_scale=1.0,
+# growth_interval=10**9)`. If the error remains, or if you use no scaler, the scale is not the cause: repair the op that the message names.
 
 # %%
 assert masked_step(torch.amp.GradScaler("cpu", init_scale=1.0)).tolist() == [0.0, 1.0]
