@@ -314,9 +314,9 @@ for calls, message in messages.items():
 assert len(set(messages.values())) == 7
 
 # %% [markdown]
-# **Why.** An enabled scaler expects its methods in a fixed order. It raises an error for a second `unscale_`
-# or `step`, and it can raise one for a call that comes too early. You cannot pickle the scaler between `step`
-# and `update`.
+# **Why.** An enabled scaler expects its methods in a fixed order. Until `update`, it refuses a second `unscale_` or
+# `step` of the same optimizer, and `unscale_` after `step`. It can also refuse a call that comes too early. After
+# `unscale_` or `step`, you cannot pickle the scaler before `update`.
 #
 # **The fix.** For [every optimizer step](https://docs.pytorch.org/docs/stable/notes/amp_examples.html), call
 # `scaler.scale(loss).backward()` for each batch, `scaler.unscale_(optimizer)` if you clip, `scaler.step(optimizer)`
