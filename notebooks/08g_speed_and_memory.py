@@ -83,9 +83,9 @@ assert ("CUDA is not available" in warned) is not torch.cuda.is_available()
 assert "In CPU autocast, but the target dtype is not supported." in wrong_dtype
 
 # %% [markdown]
-# **Why.** You use autocast for CUDA, but PyTorch sees no GPU, or you imported `torch_xla`. Or you use autocast
-# for another device that does not support your dtype. In these cases, autocast switches itself off with a
-# warning, and training goes on in fp32. Without a GPU, a scaler for CUDA does the same.
+# **Why.** You use autocast for CUDA, but PyTorch sees no GPU. Or you use autocast for another device that does
+# not support your dtype. In both cases, autocast switches itself off with a warning, and training goes on in
+# fp32. Without a GPU, a scaler for CUDA also switches itself off with a warning.
 #
 # For `"xpu"` and `"mps"` there is no warning if the device is missing: autocast stays enabled, but tensors on
 # the CPU stay in fp32. <!-- tests/notebooks/test_08g_speed_and_memory.py -->
@@ -226,8 +226,9 @@ assert (plain.ops, amp.ops, amp.casts) == (5, 16, 11)
 # - **The clock** was read [before the GPU had finished](04_fp32_vs_amp.ipynb#How-not-to-measure).
 #
 # **The fix.** Time one step in each precision, on a batch that is already on the GPU. If AMP is faster on this
-# batch, make the data loader faster. If AMP is not faster, use larger batches and the dtype that `amp-lab
-# doctor` recommends. For inference, cast the weights once. <!-- tests/cli/test_cli.py -->
+# batch, the rest of the loop limits the speed, often the data loader. If AMP is not faster, use larger batches
+# and the dtype that `amp-lab doctor` recommends. For inference, cast the weights once. <!--
+# tests/cli/test_cli.py -->
 #
 # **Not this.** Do not call `model.half()` before training to avoid the casts: fp16 weights lose small updates.
 
@@ -263,7 +264,7 @@ assert torch.tensor(1.0).half() + 1e-4 == 1  # an update of an fp16 weight
 # halve fuller GB readme table Lightning"""
 # -->
 #
-# **What you see.** The peak memory of a training step is the same as in fp32, or higher.
+# **What you see.** The peak memory of a training step is about the same as in fp32, or higher.
 #
 # **A small program that shows it.** The weights are large, and the batch is a single example. We
 # add up what the forward pass saves for the backward pass, without the parameters.
@@ -282,13 +283,13 @@ print(f"batch of 1: fp32 {fp32 / 1024:.0f} KiB, autocast {amp / 1024:.0f} KiB")
 assert amp > 50 * fp32
 
 # %% [markdown]
-# **Why.** Autocast makes activations smaller, but not the weights, gradients and optimizer state. With
+# **Why.** Autocast makes many activations smaller, but not the weights, gradients and optimizer state. With
 # Adam these take 16 bytes per parameter in fp32, and autocast adds 16-bit copies of weights. A
 # large model with a small batch can therefore need more memory than in fp32.
 # <!-- tests/notebooks/test_08g_speed_and_memory.py -->
 #
-# **The fix.** Make the batch larger, because AMP saves memory on activations. If activations fill the
-# memory, use gradient checkpointing. If weights and Adam's state fill the memory, use an optimizer with
+# **The fix.** To gain from AMP, make the batch larger: AMP saves memory only on activations. If activations
+# fill the memory, use gradient checkpointing. If weights and Adam's state fill the memory, use an optimizer with
 # less state, LoRA or sharding (FSDP). <!-- tests/remedies/test_memory_remedies.py -->
 #
 # **Not this.** Do not train with `model.bfloat16()` to save memory: PyTorch's optimizers then round small
@@ -348,7 +349,7 @@ assert freed == 6  # all of them twice
 #
 # **The fix.** Use `torch.inference_mode()` or `torch.autocast(…, cache_enabled=False)`, which keep no
 # copies. Or, if the model only runs inference, cast it once with `model.bfloat16()`,
-# which halves its weights ([notebook 18](18_inference_and_export.ipynb#Ways-to-run-it)).
+# which halves the memory of fp32 weights ([notebook 18](18_inference_and_export.ipynb#Ways-to-run-it)).
 #
 # **Not this.** `torch.cuda.empty_cache()` [releases only unused
 # memory](https://docs.pytorch.org/docs/stable/generated/torch.cuda.memory.empty_cache.html), so it does not
@@ -412,7 +413,7 @@ print(message_of(lambda: product_shape(32, 64, 50257)))
 print(message_of(lambda: torch._scaled_grouped_mm(fp8(32, 100), fp8(64, 100).T, *scales)))
 
 # %% [markdown]
-# **Why.** An FP8 matmul refuses sizes that are not multiples of a certain number, often 16. In fp16 and bf16,
+# **Why.** In an FP8 matmul, some sizes must be multiples of a certain number, often 16. In fp16 and bf16,
 # a matmul with another size runs, but may be slower: NVIDIA
 # [recommends](https://docs.nvidia.com/deeplearning/performance/dl-performance-matrix-multiplication/index.html#requirements-tc)
 # multiples of 8, and on an A100 multiples of 64.
@@ -492,11 +493,12 @@ assert torch.cuda.OutOfMemoryError is torch.OutOfMemoryError
 #   [`PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`](../docs/memory_in_practice.md#pytorch_cuda_alloc_conf-or-pytorch_alloc_conf).
 #
 # **The fix.** Use a smaller batch and accumulate gradients: divide each loss by the number of batches in a
-# step. Or use gradient checkpointing. Load checkpoints with `map_location="cpu"`. `amp-lab memory
-# my_model.py:MODEL --input 8,3,224,224 --memory 24GiB` forecasts the largest batch. <!--
-# tests/tracing/test_largest_batch.py --> <!-- tests/remedies/test_memory_remedies.py -->
+# step. Or use gradient checkpointing. If a batch of one does not fit, use LoRA or sharding. Load
+# checkpoints with `map_location="cpu"`. `amp-lab memory my_model.py:MODEL --input 8,3,224,224 --memory 24GiB`
+# forecasts the largest batch. <!-- tests/tracing/test_largest_batch.py --> <!--
+# tests/remedies/test_memory_remedies.py -->
 #
-# **Not this.** `torch.cuda.empty_cache()` in each step does not help, because PyTorch [already reuses what it
+# **Not this.** `torch.cuda.empty_cache()` in each step rarely helps, because PyTorch [already reuses what it
 # has cached](https://docs.pytorch.org/docs/stable/generated/torch.cuda.memory.empty_cache.html).
 
 # %%
