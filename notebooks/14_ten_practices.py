@@ -84,15 +84,6 @@ for dtype in (fp16, bf16):
 # | 9. Try larger batches | right for memory | AMP makes many activations smaller ([09](09_xray_your_model.ipynb)); measure whether a larger batch is faster ([10](10_speed_ladder.ipynb)) |
 # | 10. Profile before and after | right | see [below](#Profile-before-and-after) |
 #
-# For the profile, we choose a 16-bit dtype for your device: <!-- tests/core/test_device.py -->
-
-# %% tags=["nbval-ignore-output"]
-report = describe_device(device)
-low = fp16 if report.recommended == "fp16" else bf16
-print(f"{device}, {scale} scale, low precision: {names[low]}")
-assert low is bf16 or report.speedup("fp16") >= 1.25  # what the doctor calls faster
-
-# %% [markdown]
 # ## Only the forward pass in autocast
 #
 # What happens if `backward` runs in the autocast block too? We record each op with the dtypes of its inputs:
@@ -159,6 +150,15 @@ assert exact.dtype is blurred.dtype is fp32
 #
 # ## Profile before and after
 #
+# We choose a 16-bit dtype for your device: <!-- tests/core/test_device.py -->
+
+# %% tags=["nbval-ignore-output"]
+report = describe_device(device)
+low = fp16 if report.recommended == "fp16" else bf16
+print(f"{device}, {scale} scale, low precision: {names[low]}")
+assert low is bf16 or report.speedup("fp16") >= 1.25  # what `amp-lab doctor` calls faster
+
+# %% [markdown]
 # We profile the forward and backward pass of three convolutions in fp32 and in low precision. With
 # `record_shapes=True`, the profiler's JSON file (the *trace*) contains the dtypes of the inputs of each op.
 # <!-- tests/notebooks/test_14_ten_practices.py -->
@@ -363,7 +363,7 @@ exercises.check_mended_step(mended_step)
 # ### 4. Compare two speed-ups
 #
 # You have measured two speed-ups, each with an interval `(low, high)`. Complete `verdict`. It returns
-# "more" or "less" for the second speed-up, or "cannot tell".
+# "more" if the second speed-up is higher than the first, "less" if it is lower, and otherwise "cannot tell".
 
 
 # %%
