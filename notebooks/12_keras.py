@@ -376,7 +376,7 @@ for kind, rate in ((keras.optimizers.SGD, 1.0), (keras.optimizers.Adam, 0.1)):
 # | `optimizer.get_scaled_loss(loss)` | `optimizer.scale_loss(loss)` |
 # | `optimizer.get_unscaled_gradients(g)`, then `apply_gradients(zip(g, w))` | `optimizer.apply(g, w)`, which divides |
 #
-# With the old arguments, `LossScaleOptimizer` raises an error:
+# With `dynamic=False` or `loss_scale=`, `LossScaleOptimizer` now raises an error:
 
 # %%
 assert keras.mixed_precision.set_global_policy is keras.config.set_dtype_policy
