@@ -388,9 +388,10 @@ assert "expected scalar type Half but found Float" in message
 # decorate only `backward`, the message names `_fwd_used_autocast`.
 #
 # **The fix.** Decorate `forward` with `torch.amp.custom_fwd(device_type="cuda")` and `backward` with
-# `torch.amp.custom_bwd(device_type="cuda")`. For a kernel that autocast does not cast for, such as one in
+# `torch.amp.custom_bwd(device_type="cuda")`. For a kernel whose inputs autocast does not cast, such as one in
 # Triton, pass `cast_inputs=torch.float32` to `custom_fwd`, and let `forward` [return
-# fp32](02_autocast_dtypes.ipynb#Your-own-autograd-functions).
+# fp32](02_autocast_dtypes.ipynb#Your-own-autograd-functions). If `custom_bwd` uses fp16 under bf16 autocast,
+# update torch ([fixed in 2022](https://github.com/pytorch/pytorch/pull/88029)).
 
 
 # %%
@@ -481,7 +482,7 @@ assert "Unexpected floating ScalarType in at::autocast::prioritize" in messages[
 # %% [markdown]
 # **Why.** An op gets an fp16 tensor and a bf16 tensor, or it gets bf16 tensors in an fp16 autocast block (or
 # the reverse). If the weights are in fp32, look for nested blocks, one in fp16 and one in bf16: they share a
-# cache of cast weights, so the inner block uses the weights of the outer block.
+# cache of cast weights, so the inner block uses the outer block's copies.
 #
 # The message with `prioritize` comes from an op that autocast runs in the widest dtype of its inputs
 # ([notebook 02](02_autocast_dtypes.ipynb)), such as `cat` on a CPU. <!-- tests/notebooks/test_08e_dtypes.py
@@ -573,12 +574,14 @@ assert "but got Double and BFloat16" in message
 
 # %% [markdown]
 # **Why.** A tensor, often the input, is float64 or an integer, but the op needs another dtype, such as that of
-# the weights. Or the class targets of `cross_entropy` are not int64. NumPy's floating-point arrays are float64
-# by default, and `torch.from_numpy` keeps this dtype. <!-- tests/notebooks/test_08e_dtypes.py --> Autocast does not
-# cast float64 or integers. <!-- tests/notebooks/test_02_autocast_dtypes.py -->
+# the weights. Or the class targets of `cross_entropy` are neither int64 nor uint8. NumPy's floating-point
+# arrays are float64 by default, and `torch.from_numpy` keeps this dtype. <!--
+# tests/notebooks/test_08e_dtypes.py --> Autocast does not cast float64 or integers. <!--
+# tests/notebooks/test_02_autocast_dtypes.py -->
 #
 # **The fix.** Convert the tensor where you load or create it, with `.float()`, as in
-# `torch.from_numpy(array).float()`. Convert the class targets of `cross_entropy` with `.long()`.
+# `torch.from_numpy(array).float()`. If the weights are in half precision, convert the input to their dtype.
+# Convert the class targets of `cross_entropy` with `.long()`.
 #
 # **Not this.** Do not call `model.double()` or `torch.set_default_dtype(torch.float64)`: float64 layers do not
 # run in half precision.
