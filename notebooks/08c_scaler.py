@@ -317,6 +317,7 @@ assert len(set(messages.values())) == 7
 # **Why.** An enabled scaler expects its methods in a fixed order. Until `update`, it refuses a second `unscale_` or
 # `step` of the same optimizer, and `unscale_` after `step`. It can also refuse a call that comes too early. After
 # `unscale_` or `step`, you cannot pickle the scaler before `update`.
+# <!-- tests/notebooks/test_08c_scaler.py -->
 #
 # **The fix.** For [every optimizer step](https://docs.pytorch.org/docs/stable/notes/amp_examples.html), call
 # `scaler.scale(loss).backward()` for each batch, `scaler.unscale_(optimizer)` if you clip, `scaler.step(optimizer)`
@@ -510,7 +511,7 @@ print(message)
 assert "Detected call of `lr_scheduler.step()` before `optimizer.step()`." in message
 
 # %% [markdown]
-# **Why.** If `scaler.step` comes before `scheduler.step()` in your loop, the scaler
+# **Why.** If `scaler.step` comes before `scheduler.step()` in your loop, the scaler usually
 # [skipped](https://github.com/pytorch/pytorch/issues/44511) `optimizer.step()` because of an overflow. The scheduler
 # advanced anyway, so the schedule is ahead of the training. <!-- tests/notebooks/test_08c_scaler.py -->
 #

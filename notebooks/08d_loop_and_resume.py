@@ -360,12 +360,13 @@ assert "expected dtype float for `end` but got dtype c10::BFloat16" in message
 # %% [markdown]
 # **Why.** The moments of the optimizer, or the averaged weights, have a different dtype from the weights, for example
 # because the model was cast after the optimizer's first step. Some optimizers also refuse weights that are not in
-# fp32.
+# fp32. A fused optimizer on a GPU can also refuse a gradient whose
+# [strides](https://github.com/pytorch/pytorch/issues/106951) differ from those of its weight.
 #
 # **The fix.** Cast the model first, then create the optimizer and the average, and load their states last. If you use
 # autocast, do not cast the model at all. For an fp32 average of bf16 weights, cast in the update:
 # `average.lerp_(weight.float(), 0.1)`. If a resumed Muon of DeepSpeed keeps fp32 moments, cast them to the dtype of
-# the weights. <!-- tests/notebooks/test_08d_loop_and_resume.py -->
+# the weights. If all dtypes agree, leave out `fused=True`. <!-- tests/notebooks/test_08d_loop_and_resume.py -->
 
 # %%
 adam = torch.optim.Adam(model.parameters())

@@ -206,11 +206,12 @@ def test_the_scale_after_update_is_that_of_the_next_step():
     assert scaled_loss / scaler.get_scale() == 2
 
 
-def test_the_state_of_a_scaler_can_be_read_at_any_time_but_the_scaler_not_be_pickled():
+@pytest.mark.parametrize("method", ["unscale_", "step"])
+def test_the_state_of_a_scaler_can_be_read_at_any_time_but_the_scaler_not_be_pickled(method):
     model = nn.Linear(2, 1)
     optimizer, scaler = torch.optim.SGD(model.parameters()), cpu_scaler()
     scaler.scale(model(X).sum()).backward()
-    scaler.step(optimizer)
+    getattr(scaler, method)(optimizer)
     assert scaler.state_dict()["scale"] == 2**16
     with pytest.raises(AssertionError, match="may only be pickled at the beginning"):
         pickle.dumps(scaler)
