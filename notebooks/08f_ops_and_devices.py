@@ -161,7 +161,6 @@ with cuda_rules():
 # inside `with torch.autocast(device_type, enabled=False):`. The op then probably contains a matmul, as
 # `torch.sparse.mm` does, and autocast casts the inputs of the matmul to 16 bits again. If the op initializes
 # the weights, create the model in fp32 and then cast the model.
-#
 
 # %%
 for op in (torch.linalg.det, torch.linalg.inv):
@@ -315,7 +314,7 @@ assert warnings_of(lambda: torch.autocast("mps", enabled=False)) == ""
 # ptxas bf16 support GPU Kaggle Colab RDNA Radeon LLVM fdot2"""
 # -->
 #
-# **What you see.** On a GPU without bf16, bf16 may be no faster than fp32, or the program raises one of these errors:
+# **What you see.** On a GPU without bf16, bf16 may be slower than fp32, or the program raises one of these errors:
 # - `Current CUDA Device does not support bfloat16. Please switch dtype to float16.`
 # - `CUBLAS_STATUS_NOT_SUPPORTED when calling`, followed by a function with `CUDA_R_16BF` among its arguments
 #   ([on an M40](https://github.com/opendatalab/MinerU/issues/1508), [on a
@@ -453,12 +452,13 @@ if torch.backends.mps.is_available():
 
 # %% [markdown]
 # **Why.** Apple's GPUs and Intel's Arc A do not support float64. NumPy's floating-point arrays are float64 by
-# default. In older versions of torch, `GradScaler.unscale_` also created a float64 tensor ([issue
-# 142397](https://github.com/pytorch/pytorch/issues/142397)).
+# default. `GradScaler.unscale_` also creates a float64 tensor. On MPS, only older versions of torch do so
+# ([issue 142397](https://github.com/pytorch/pytorch/issues/142397)).
 #
 # **The fix.** Convert the tensor to fp32 before you move it: `torch.from_numpy(array).float().to("mps")`. In
-# the model, replace `.double()` by `.float()`, and `torch.float64` by `torch.float32`. If `GradScaler` fails,
-# update torch.
+# the model, replace `.double()` by `.float()`, and `torch.float64` by `torch.float32`. If `GradScaler` fails
+# on MPS, update torch. If it fails on an Intel Arc A, train in bf16 [without a
+# `GradScaler`](https://github.com/pytorch/pytorch/issues/147731).
 
 # %%
 assert weights.dtype is torch.float64
