@@ -316,14 +316,16 @@ assert len(set(messages.values())) == 7
 # %% [markdown]
 # **Why.** An enabled scaler expects its methods in a fixed order. Until `update`, it refuses a second `unscale_` or
 # `step` of the same optimizer, and `unscale_` after `step`. It can also refuse a call that comes too early. After
-# `unscale_` or `step`, you cannot pickle the scaler before `update`.
+# `unscale_` or `step`, you cannot pickle the scaler before `update`. `update` also fails if the `step` of a fused
+# optimizer found no gradients.
 # <!-- tests/notebooks/test_08c_scaler.py -->
 #
 # **The fix.** For [every optimizer step](https://docs.pytorch.org/docs/stable/notes/amp_examples.html), call
 # `scaler.scale(loss).backward()` for each batch, `scaler.unscale_(optimizer)` if you clip, `scaler.step(optimizer)`
 # for each optimizer, and at the end `scaler.update()` once. With Accelerate or Lightning, do not call the scaler
 # yourself: replace `loss.backward()` by `accelerator.backward(loss)`, `fabric.backward(loss)`, or in Lightning
-# `self.manual_backward(loss)`. <!-- tests/notebooks/test_08c_scaler.py -->
+# `self.manual_backward(loss)`. If your order is right, see [An optimizer has no
+# gradients](#An-optimizer-has-no-gradients). <!-- tests/notebooks/test_08c_scaler.py -->
 
 # %%
 call("unscale_", "step", "update")
