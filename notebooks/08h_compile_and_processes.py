@@ -252,9 +252,11 @@ assert all("mix of the legacy and new APIs" in message for message in messages)
 # %% [markdown]
 # **Why.** PyTorch has old names (`allow_tf32`) and new names (`fp32_precision`) for its [TF32
 # switches](19_choose_your_precision.ipynb#What-fp32-means). Setting a new name does not change the old one, and
-# if the two contradict each other, reading the old name raises an error.
+# if the two contradict each other, reading the old name raises an error. Calling
+# `torch.set_float32_matmul_precision("high")` and then setting `allow_tf32 = False` can cause the error too. <!--
+# tests/notebooks/test_08h_compile_and_processes.py -->
 #
-# **The fix.** Set TF32 for matmuls with `torch.set_float32_matmul_precision`, which changes the old and the new
+# **The fix.** Set TF32 for matmuls only with `torch.set_float32_matmul_precision`, which changes the old and the new
 # name, and for convolutions with `torch.backends.cudnn.allow_tf32`. Do not set `fp32_precision` while any
 # library reads the old names. You can ignore the warning (`Please use the new API settings`).
 
@@ -292,8 +294,9 @@ for mode, new_name, is_tf32 in (("high", "tf32", True), ("highest", "ieee", Fals
 # -->
 #
 # **What you see.** A `FutureWarning` says
-# `` `torch.cuda.amp.autocast(args...)` is deprecated. `` or the same about `GradScaler`, `custom_fwd` or `custom_bwd`. If you change only the name, you can get an error such as `missing
-# 1 required positional argument: 'device_type'`.
+# `` `torch.cuda.amp.autocast(args...)` is deprecated. `` or the same about `GradScaler`, `custom_fwd` or
+# `custom_bwd`. If you change only the name, you can get an error such as
+# `missing 1 required positional argument: 'device_type'`.
 #
 # **A small program that shows it.** We use the old names. Then we change only the name, or only the
 # arguments.
@@ -330,8 +333,8 @@ assert warnings_of(lambda: torch.amp.GradScaler("cuda", enabled=False)) == ""
 assert warnings_of(lambda: torch.amp.custom_fwd(make, device_type="cuda")) == ""
 
 # %% [markdown]
-# Always pass `dtype`, because the default of the new autocast is [the current autocast
-# dtype](13_from_apex.ipynb#From-torch.cuda.amp-to-torch.amp).
+# Always pass `dtype`: inside another autocast block, the new autocast takes by default [the dtype of that
+# block](13_from_apex.ipynb#From-torch.cuda.amp-to-torch.amp).
 
 # %% [markdown]
 # ## DDP waits for a parameter without a gradient
@@ -456,12 +459,13 @@ assert new == "FSDP expects uniform original parameter dtype but got"
 assert old.startswith("Must flatten tensors with uniform dtype but got")
 
 # %% [markdown]
-# **Why.** FSDP needs one dtype for all trained parameters of a unit (a module that you wrap). The older FSDP
-# needs one dtype for the frozen parameters of the unit too.
+# **Why.** FSDP needs one dtype for all trained parameters of a unit (a module that you wrap). The older FSDP, and
+# FSDP2 in [older versions of torch](https://github.com/pytorch/pytorch/pull/154103), need this dtype for the
+# frozen parameters of the unit too.
 #
-# **The fix.** Cast the trained weights (for the older FSDP all weights) to fp32 before you wrap the model,
-# and let FSDP cast them for the computation, as with `MixedPrecisionPolicy(param_dtype=torch.bfloat16)`. Or
-# first wrap each module that has another dtype as a separate unit. With QLoRA, set
+# **The fix.** Cast the trained weights (or all weights, if frozen ones count too) to fp32 before you wrap the
+# model, and let FSDP cast them for the computation, as with `MixedPrecisionPolicy(param_dtype=torch.bfloat16)`.
+# Or first wrap each module that has another dtype as a separate unit. With QLoRA, set
 # [`bnb_4bit_quant_storage`](https://huggingface.co/docs/bitsandbytes/fsdp_qlora) to the dtype of the other
 # weights.
 

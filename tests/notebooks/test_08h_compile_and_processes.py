@@ -274,6 +274,21 @@ def test_the_old_scaler_takes_a_device_for_its_scale():
     assert code_of(f"TypeError: {message}") == "AMP0035"
 
 
+# --- TF32 ---
+
+
+def test_two_old_tf32_switches_can_contradict_each_other():
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("high")
+        torch.backends.cuda.matmul.allow_tf32 = False
+        message = message_of(torch.get_float32_matmul_precision)
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert code_of(f"RuntimeError: {message}") == "AMP0037"
+    assert torch.get_float32_matmul_precision() == before
+
+
 # --- several processes ---
 
 
