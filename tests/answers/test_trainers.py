@@ -463,19 +463,26 @@ class AutocastInBackward(torch.autograd.Function):
         return grad
 
 
-def dtypes_in_a_pipeline(program: str) -> tuple[set, set, set]:
-    """Of a rank: dtypes of its stage's inputs and gradients; is its backward under autocast?"""
+def dtypes_in_a_pipeline(program: str, inside: bool = False) -> tuple[set, set, set]:
+    """Of a rank: dtypes of its stage's inputs and gradients; is its backward under autocast?
+
+    With `inside`, autocast is in the stage's `forward` and in the loss, and not in the program.
+    """
     dist.init_process_group("gloo")
     rank, device = dist.get_rank(), torch.device("cpu")
     part = (nn.Sequential(nn.Linear(8, 16), nn.ReLU()), nn.Linear(16, 4))[rank]
     inputs = set()
     part.register_forward_pre_hook(lambda module, args: inputs.add(args[0].dtype))
-    stage = PipelineStage(part, rank, 2, device)
     targets, losses = torch.randint(0, 4, (8,)), []
 
     def loss_fn(logits, target):
         return nn.functional.cross_entropy(AutocastInBackward.apply(logits.float()), target)
 
+    if inside:
+        autocast = torch.autocast("cpu", BF16)
+        part.forward, loss_fn = autocast(part.forward), autocast(loss_fn)
+        program = program.replace("torch.bfloat16)", "torch.bfloat16, enabled=False)")
+    stage = PipelineStage(part, rank, 2, device)
     schedule = Schedule1F1B(stage, 4, loss_fn=loss_fn)
     batch = () if rank else (torch.randn(8, 8),)
     names = {"torch": torch, "stage": stage, "schedule": schedule, "inputs": batch}
@@ -491,6 +498,9 @@ def test_a_pipeline_sends_the_dtypes_of_autocast():
     first, last = values_of(dtypes_in_a_pipeline, 2, code_of("pipeline"))
     assert first == ({FP32}, {FP32}, set())
     assert last == ({BF16}, {FP32}, {True})
+    first, last = values_of(dtypes_in_a_pipeline, 2, code_of("pipeline"), True)
+    assert first == ({FP32}, {FP32}, set())
+    assert last == ({BF16}, {FP32}, {False})
 
 
 def test_a_backward_pass_under_autocast_runs_the_matmuls_of_an_fp32_layer_in_bf16():
