@@ -129,10 +129,10 @@ print("T4, a model trained in bf16:", choose(turing, "infer", trained_in="bf16")
 #   built](https://github.com/pytorch/pytorch/issues/190385) for these GPUs.
 # - **V100, T4 and RTX 20.** These GPUs [emulate bf16 and have no TF32](../docs/hardware.md#t4-v100-and-rtx-20). Use
 #   fp16.
-# - **MI210 and MI250.** Use bf16. Even if you choose fp16, PyTorch by default [casts the inputs of the matmuls in
-#   the backward pass to bf16](https://docs.pytorch.org/docs/stable/notes/numerical_accuracy.html).
-# - **Arc A.** Use bf16. `GradScaler.unscale_` uses float64, which Arc A [does not
-#   have](https://github.com/pytorch/pytorch/issues/147731).
+# - **MI210 and MI250.** Use bf16. With fp16, PyTorch by default casts [the inputs of the matmuls in the backward pass
+#   to bf16 anyway](https://docs.pytorch.org/docs/stable/notes/numerical_accuracy.html).
+# - **Arc A.** Use bf16. fp16 would need a `GradScaler`, whose `unscale_` uses float64. Arc A [has no
+#   float64](https://github.com/pytorch/pytorch/issues/147731).
 #   <!-- tests/notebooks/test_19_choose_your_precision.py -->
 # - **Apple M1 to M4.** Use fp32. In [measurements](../docs/hardware.md#apple), fp16 was hardly faster. bf16 [needs
 #   macOS 14](https://github.com/pytorch/pytorch/issues/139386).
@@ -189,9 +189,9 @@ torch.backends.cudnn.allow_tf32 = kept  # for the next cells; leave this line ou
 # ### Old and new settings
 #
 # `torch.set_float32_matmul_precision` and `allow_tf32` are old settings. PyTorch also has new ones, such as
-# `torch.backends.cuda.matmul.fp32_precision`. A new setting does not change the old one. While the two disagree,
-# reading the old setting can raise an error. Some code, such as
-# [Lightning](https://github.com/Lightning-AI/pytorch-lightning/issues/21256), reads it:
+# `torch.backends.cuda.matmul.fp32_precision`. If you set a new one, the old one keeps its value. Then code that
+# reads the old setting, as [Lightning](https://github.com/Lightning-AI/pytorch-lightning/issues/21256) does, can raise
+# an error:
 
 # %%
 matmul = torch.backends.cuda.matmul
@@ -244,9 +244,9 @@ assert not in_fp16.isfinite().all()
 #
 # - **Use fp32 for the layers that compute or receive such values**, and fp16 for the rest. Cast the hidden values to
 #   fp32 before the first of these layers, and back to fp16 after the last.
-# - **Move a power of two from one linear layer to the next** (exercise 4). Divide the weight and bias of the first
-#   layer by this power, and multiply the weight of the second layer by it. The second weight must still fit in fp16. A
-#   ReLU may stand between the layers, but not a GELU. <!-- tests/notebooks/test_19_choose_your_precision.py -->
+# - **Make the values between two linear layers smaller** (exercise 4). Divide the weight and bias of the first layer
+#   by a power of two, and multiply the weight of the second layer by the same power. The second weight must still fit
+#   in fp16. A ReLU may stand between the layers, but not a GELU. <!-- tests/notebooks/test_19_choose_your_precision.py -->
 #
 # ## What other frameworks call it
 #
