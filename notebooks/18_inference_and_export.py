@@ -251,9 +251,9 @@ print("exported inside autocast, it returns", program.module()(x).dtype)
 assert program.module()(x).dtype is torch.float32
 
 # %% [markdown]
-# The program computes in fp32, because it does not keep an autocast block around the export. So **cast first**: the
-# program then has bf16 weights and ops. With `Dim.AUTO`, it accepts any batch size if the example has at least two
-# images. We save the program and load it again:
+# The program computes in fp32, because the export does not record an autocast block around it. So **cast first**: a
+# program that is exported from a bf16 model has bf16 weights and ops. We export our bf16 model, save the program and
+# load it again. The program accepts any batch size, because we pass `Dim.AUTO` and an example with at least two images:
 # <!-- tests/notebooks/test_18_inference_and_export.py -->
 
 # %% tags=["nbval-ignore-output"]
