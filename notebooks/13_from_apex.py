@@ -191,7 +191,8 @@ assert runs["autocast"].losses != runs["O2"].losses
 # - Adam can divide by zero. Its divisor is the root of an average of squared gradients, plus 1e-8. In fp16, 1e-8
 #   becomes zero, and the average becomes zero if the gradients are small.
 #
-# We check the divisor after a first gradient of 0.0005, and train at O3 for three steps:
+# After the first step, the average is 0.001 (1 minus Adam's second beta) times the squared gradient. We check both
+# parts of the divisor for a gradient of 0.0005. Then we train at O3 for three steps:
 
 # %%
 assert 0.001 * torch.tensor(5e-4).half() ** 2 == 0 == torch.tensor(1e-8).half()
@@ -262,7 +263,7 @@ torch.testing.assert_close(ours, theirs, rtol=SAME, atol=SAME)
 # |---|---|
 # | `delay_unscale=True`, to accumulate | `scale(loss).backward()` for each micro-batch, then one `step` |
 # | `num_losses=2`, `loss_id=1` | one scaler for all losses; with several optimizers, a `step` for each, then one `update` |
-# | `min_loss_scale`, `max_loss_scale` | call `update()`; if `get_scale()` is then outside the limits, call `update(float(limit))` |
+# | `min_loss_scale`, `max_loss_scale` | call `update()` as usual; if `get_scale()` is then outside the limits, set the scale to the limit with `update(float(limit))` |
 # | `keep_batchnorm_fp32` | not needed: weights and statistics of batch norm stay fp32 | <!-- tests/notebooks/test_13_from_apex.py -->
 #
 # ## From torch.cuda.amp to torch.amp
@@ -281,8 +282,8 @@ for old_name in (torch.cuda.amp.autocast, torch.cpu.amp.autocast, torch.cuda.amp
 # Two things can go wrong when you replace these names by those of `torch.amp`.
 #
 # **The default dtype.** The old classes had a fixed default: fp16 for CUDA and bf16 for the CPU. By default, the
-# new class takes the dtype of an outer autocast block, if there is one. In which dtype will each of the three
-# inner blocks compute? <!-- tests/notebooks/test_13_from_apex.py -->
+# new class takes the dtype of an outer autocast block, if there is one. In the next cell, three blocks stand inside
+# an outer block in fp16. In which dtype will each of them compute? <!-- tests/notebooks/test_13_from_apex.py -->
 
 # %%
 x = torch.ones(2, 2)
