@@ -178,6 +178,9 @@ xray(net, images, device_type="cuda")
 # - `work in` is the dtype of these matmuls and convolutions.
 # - `other ops in` is the dtype of the other ops.
 #
+# The first line below *Look at* compares the bytes that the casts write with the bytes that smaller results save. With
+# a larger batch, the results save more, while the casts of weights write the same.
+#
 # ## Three models, three backends
 #
 # Do CUDA, MPS and the CPU run a model in the same dtypes? We compare a ResNet-50, a GPT and an LSTM. We
@@ -340,7 +343,9 @@ memory
 # AMP adds copies of the weights (*weights cast by autocast*). The activations take most of the memory, so almost
 # twice the batch fits.
 #
-# Leave some room, because `compare_memory` does not count the memory of the driver.
+# The driver needs memory too. `compare_memory` leaves no room for the driver, unless you pass, for example,
+# `reserve=0.1`. The command `amp-lab memory` (see below) reserves 10 % by default.
+# <!-- tests/cli/test_tracing_commands.py -->
 
 # %%
 fp32, fp16 = memory["fp32"], memory["fp16"]
