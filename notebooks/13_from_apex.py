@@ -175,7 +175,7 @@ assert runs["O1"].scale == 2.0**13  # three steps skipped, in both
 # of O2 and autocast?
 
 # %%
-check_close(runs["autocast"], runs["O2"], tolerance=2**-9)  # 4 roundings of fp16
+check_close(runs["autocast"], runs["O2"], tolerance=2**-9)  # 4 rounding errors of 2**-11
 assert runs["autocast"].losses != runs["O2"].losses
 
 # %% [markdown]
@@ -443,7 +443,7 @@ check_close(resume(), whole, SAME)
 
 # %%
 whole = train_and_save("O2", batches, new_model(device), PATH, INTERVAL)
-check_close(resume(), whole, tolerance=2**-9)  # 4 roundings of fp16
+check_close(resume(), whole, tolerance=2**-9)  # 4 rounding errors of 2**-11
 assert resume().losses != whole.losses
 check_close(resume(use_masters=True), whole, SAME)
 folder.cleanup()
