@@ -253,7 +253,8 @@ assert program.module()(x).dtype is torch.float32
 # %% [markdown]
 # The program computes in fp32, because the export does not record an autocast block around it. So **cast first**: a
 # program that is exported from a bf16 model has bf16 weights and ops. We export our bf16 model, save the program and
-# load it again. The program accepts any batch size, because we pass `Dim.AUTO` and an example with at least two images:
+# load it again. The program accepts any batch size, because we pass `Dim.AUTO` and an example with at least two
+# images:
 # <!-- tests/notebooks/test_18_inference_and_export.py -->
 
 # %% tags=["nbval-ignore-output"]
