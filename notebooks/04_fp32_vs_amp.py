@@ -240,8 +240,8 @@ for picture in pictures.values():
 # 3. If `compare` notices that other programs disturb the measurement, the result says *not reliable*.
 # <!-- tests/core/test_timing.py -->
 #
-# `is_possible` compares the rate of a step with that of a matmul, in floating-point operations (FLOP) per
-# second. If the step seems far faster, the clock has probably [stopped too early](#How-not-to-measure).
+# `is_possible` compares how many floating-point operations (FLOP) per second a step and a matmul do. If the
+# step does far more, the clock has probably [stopped too early](#How-not-to-measure).
 # <!-- tests/notebooks/test_04_fp32_vs_amp.py -->
 #
 # Before you run this: how much faster do you expect the step to be in 16 bits?
@@ -308,8 +308,8 @@ _ = figures.time_and_memory(
 #
 # ## How not to measure
 #
-# The [article](https://rocm.blogs.amd.com/artificial-intelligence/automatic-mixed-precision/README.html) with
-# this problem reports these times, and calls the gain in training a speed-up of 46 %.
+# The [article](https://rocm.blogs.amd.com/artificial-intelligence/automatic-mixed-precision/README.html) that
+# our picture comes from reports the times in the next cell. It calls the gain in training a speed-up of 46 %.
 
 # %%
 article = {"training": (13.98, 7.50), "inference": (4.24, 2.87)}  # seconds in FP32 and with AMP

@@ -219,8 +219,8 @@ assert all((loss[:, -1] < 0.5 * loss[:, 0]).all() for loss in losses.values())  
 # The accuracy also depends on the seed and on the choice of test images. We measure both effects in
 # percentage points:
 #
-# - The *spread of the seeds*: the accuracy of the best seed minus that of the worst, in the precision
-#   where this is largest.
+# - The *spread of the seeds*: in each precision, the accuracy of the best seed minus that of the worst.
+#   We take the largest of these differences.
 # - The *standard error*: with other test images, the accuracy would typically change by about this much.
 #   For an accuracy $p$ on $n$ images it is about $\sqrt{p (1 - p) / n}$.
 #
@@ -293,8 +293,9 @@ assert list(kind_times) == list(KINDS)
 #
 # On the CPU of this run, the four layers with stride 2 take less than a tenth of the time in FP32, and
 # more than a third under autocast. They lose far more time than the pointwise layers gain. The output of
-# [`ONEDNN_VERBOSE=1`](https://uxlfoundation.github.io/oneDNN/dev_guide_verbose.html) shows why: for the
-# gradients of their inputs in bf16, this CPU uses a kernel that is not made for depthwise layers.
+# [`ONEDNN_VERBOSE=1`](https://uxlfoundation.github.io/oneDNN/dev_guide_verbose.html) shows why: in bf16, the
+# gradient of the input of a layer with stride 2 is computed by a kernel that is not made for depthwise
+# layers.
 #
 # ## Resume: to the last bit
 #

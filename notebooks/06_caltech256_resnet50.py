@@ -438,7 +438,7 @@ exercises.check_head_mode(head_mode)
 #     return model
 # ```
 #
-# In `train`, you would call `head_mode(model)` in place of `.train()`, which switches the whole network
+# In `train`, you would replace `.train()` by `head_mode(model)`, because `.train()` switches the whole network
 # to training mode.
 #
 # </details>

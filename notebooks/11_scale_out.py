@@ -253,8 +253,8 @@ def train_fsdp(config, data, dtype, device, sums_in=torch.float32):
 # dtype in which gradients are summed. <!-- code -->
 #
 # `count_communication` computes how many bytes a rank sends if the ranks form a ring, in which each rank sends to the
-# next. There an all-reduce is a reduce-scatter followed by an all-gather. So each of these two sends half as many
-# bytes. <!-- tests/parallel/test_collectives.py -->
+# next. In a ring, an all-reduce is a reduce-scatter followed by an all-gather. So a reduce-scatter or an all-gather
+# sends half as many bytes as an all-reduce. <!-- tests/parallel/test_collectives.py -->
 
 
 # %%
@@ -359,9 +359,9 @@ assert fsdp_bytes == 16 / most
 # ## One decision about the loss scale
 #
 # With fp16, every rank has its own `GradScaler`, which decides whether to skip the step. If one rank of DDP skips and
-# another does not, the ranks train different models from then on. We put infinities on rank 1 only: into its batch,
-# or, after the ranks have averaged, into one of its gradients. Before you run this: in which case does rank 0 *not*
-# skip, although rank 1 does?
+# another does not, the ranks train different models from then on. We put infinities on rank 1 only. In one case, they
+# are in its batch. In the other, they are in one of its gradients, after the ranks have averaged. Before you run this:
+# in which case does rank 0 *not* skip, although rank 1 does?
 
 
 # %%

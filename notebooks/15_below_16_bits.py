@@ -134,7 +134,8 @@ _ = figures.sqnr_by_format(errors)
 #
 # | format | ruined values |
 # |---|---|
-# | `fp8`, and `nvfp4`, because the other blocks need smaller scales than E4M3 has | the whole tensor |
+# | `fp8` | the whole tensor |
+# | `nvfp4` | the whole tensor: the outlier sets the fp32 scale, and the scales of the other blocks become too small for E4M3 |
 # | `fp8-rowwise` | each row |
 # | `fp8-1x128`, `mxfp8`, `mxfp4` | one block in each row |
 #
@@ -177,9 +178,10 @@ assert at_100["mxfp4"] < at_100["nvfp4"] < alone["nvfp4"] - 5
 # | *dgrad*, the gradient of `x` | `grad @ weight` | (rows, out) @ (out, in) | out |
 # | *wgrad*, the gradient of `weight` | `grad.T @ x` | (out, rows) @ (rows, in) | rows |
 #
-# The matmul first sums the products of two blocks, then multiplies this sum by their scales. So a block has to lie
-# along the dimension that the matmul sums over. Each tensor is in two matmuls, which sum over different dimensions.
-# So we round each tensor twice: for example, `weight` for the forward matmul, and `weight.T` for dgrad.
+# The matmul multiplies two blocks value by value, sums these products, then multiplies the sum by the two scales. So
+# all values in the sum must share a scale: a block has to lie along the dimension that the matmul sums over. Each
+# tensor is in two matmuls, which sum over different dimensions. So we round each tensor twice: for example, `weight`
+# in blocks along *in* for the forward matmul, and along *out* for dgrad.
 #
 # Everything else is in fp32, such as the sums and the weights that the optimizer updates.
 
@@ -333,7 +335,7 @@ report
 # - `token.weight`: this is the head. Its output size is not a [multiple of
 #   16](08g_speed_and_memory.ipynb#A-size-is-not-a-multiple-of-16-or-8).
 #
-# The *error* rows show the errors of the whole model, with the starred layers in fp32. One accurate step does not
+# The *error* rows show the errors of the whole model. To measure them, we compute the starred layers in fp32. One accurate step does not
 # mean that the model learns. To test learning, run `amp-lab rehearse --steps 20`.
 # <!-- tests/cli/test_rehearse_command.py -->
 
@@ -385,7 +387,8 @@ assert off < 2**-8  # the rounding of the result to bf16
 # - `use_fast_accum=True`: the whole sum is in 14 bits.
 # - `use_fast_accum=False`: short parts of the sum are in 14 bits, and the parts are added in fp32.
 #
-# We sum 4096 products of values with both signs, and of their magnitudes. Which sums will lose more?
+# We sum 4096 products, first of values with both signs, then of the magnitudes of these values. Which sums will lose
+# more?
 
 # %%
 rows = torch.randn(2, 16, 4096)

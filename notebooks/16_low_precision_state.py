@@ -291,8 +291,8 @@ assert square == 1
 # %% [markdown]
 # The second moment does not shrink. Adam divides by its root, so the steps after a large gradient stay too small.
 #
-# Now we round the moments of parameters with at least 4,096 values to eight or four bits, with an fp32 scale for each
-# block of values. The block sizes are those of
+# Now we round both moments to eight or four bits, in blocks with an fp32 scale. As in torchao, moments of tensors with
+# fewer than 4,096 values stay in fp32. The block sizes are those of
 # [torchao](https://github.com/pytorch/ao/blob/main/torchao/optim/adam.py). To keep the code short, we store the rounded
 # values in fp32, which saves no memory. We compare three formats:
 # <!-- tests/formats/test_scaling.py -->
@@ -373,9 +373,10 @@ for name, store in (("INT8", int8), ("INT8, no zero", without_zero(8))):
 assert zeros["INT8"] > 0.1 > zeros["INT8, no zero"] == 0
 
 # %% [markdown]
-# INT8 stores a large share of the squares as 0. If the second moment is 0 and the next gradient is tiny, Adam divides
-# the mean by little more than epsilon (1e-8). The update can then become so large that the loss becomes NaN. The format
-# without a zero stores a small square as its smallest number.
+# INT8 stores a large share of the squares as 0. Adam divides the mean by the root of the second moment,
+# plus epsilon (1e-8). If the next gradient is tiny, it leaves the second moment near 0, but the mean still holds
+# earlier gradients. The update can then become so large that the loss becomes NaN. The format without a zero stores a
+# small square as its smallest number.
 #
 # [torchao's low-bit optimizers](https://github.com/pytorch/ao/tree/main/torchao/optim) store the state in few
 # bits. For weights in bf16, set `bf16_stochastic_round=True`:

@@ -177,7 +177,7 @@ print(f"two seeds in fp32 differ by up to {between_seeds:.2g}")
 # entries](https://github.com/pytorch/torchtune/blob/main/torchtune/models/llama3/_model_builders.py). The
 # logits have a value for each token and each entry. Suppose that we train under bf16 autocast in eager mode, with
 # `.float()`. The fp32 copy is freed early, because no gradient needs it. At the peak of the backward pass, four
-# tensors of this size are in memory:
+# tensors with as many values as the logits are in memory:
 #
 # - `logits` in bf16;
 # - the log-softmax in fp32;
@@ -333,8 +333,9 @@ assert stayed[1e-3] > 0.5
 #
 # ## The same prompt, another text
 #
-# We let the model continue 32 prompts in fp32 and in bf16, always with the likeliest character. Before you run this:
-# will the texts in fp32 and bf16 agree? <!-- code -->
+# We let the model continue 32 prompts in fp32 and in bf16, always with the likeliest character. Where two texts first
+# differ, we measure the gap between the two largest logits in fp32. Before you run this: will the texts in fp32 and
+# bf16 agree? <!-- code -->
 
 # %% tags=["nbval-ignore-output"]
 rows = lm.draw(test_data, 32, torch.Generator().manual_seed(1))[0].to(device)
@@ -360,13 +361,13 @@ print(f"test loss: {in_fp32:.3f} in fp32, {in_bf16:.3f} in bf16")
 assert abs(in_bf16 - in_fp32) < 0.01
 
 # %% [markdown]
-# A text diverges at a *near tie*: the gap between the two largest logits is so small that the rounding to
-# bf16 changes their order. The rest of the text can then differ too, because each character depends on those before
+# A text diverges at a *near tie*: the gap is so small that the rounding to bf16 changes the order of the two
+# logits. The rest of the text can then differ too, because each character depends on those before
 # it. But the model is not worse in bf16 here: the test loss is nearly the same. So compare models by their loss.
 #
 # Within one precision, the same prompt can [also give two
 # texts](https://thinkingmachines.ai/blog/defeating-nondeterminism-in-llm-inference/). Another batch size or length
-# gives a matmul another shape, and can so change the order in which it adds. We compute the logits of ten characters,
+# gives a matmul another shape, so the matmul may add in another order. We compute the logits of ten characters,
 # first alone and then at the beginning of a longer text:
 
 # %% tags=["nbval-ignore-output"]
