@@ -359,7 +359,7 @@ for kind, rate in ((keras.optimizers.SGD, 1.0), (keras.optimizers.Adam, 0.1)):
 
 # %% [markdown]
 # With SGD, the step without scaling is 2¹⁵ times too short. Adam divides by the size of the gradient plus a small
-# epsilon. After the division, our gradient is so small that epsilon counts, so the step is 0.08 instead of 0.1. For
+# epsilon. Divided by the scale, our gradient is so small that epsilon counts, so the step is 0.08 instead of 0.1. For
 # a smaller gradient it is much shorter.
 # <!-- tests/notebooks/test_12_keras.py -->
 #

@@ -179,7 +179,7 @@ assert at_100["mxfp4"] < at_100["nvfp4"] < alone["nvfp4"] - 5
 # | *wgrad*, the gradient of `weight` | `grad.T @ x` | (out, rows) @ (rows, in) | rows |
 #
 # The matmul multiplies two blocks value by value, sums these products, then multiplies the sum by the two scales. So
-# all values in the sum must share a scale: a block has to lie along the dimension that the matmul sums over. Each
+# all values of a block must be in the same sum: a block has to lie along the dimension that the matmul sums over. Each
 # tensor is in two matmuls, which sum over different dimensions. So we round each tensor twice: for example, `weight`
 # in blocks along *in* for the forward matmul, and along *out* for dgrad.
 #

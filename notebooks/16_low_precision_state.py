@@ -291,8 +291,8 @@ assert square == 1
 # %% [markdown]
 # The second moment does not shrink. Adam divides by its root, so the steps after a large gradient stay too small.
 #
-# Now we round both moments to eight or four bits, in blocks with an fp32 scale. As in torchao, moments of tensors with
-# fewer than 4,096 values stay in fp32. The block sizes are those of
+# Now we round both moments to eight or four bits, in blocks with an fp32 scale. Moments of tensors with fewer
+# than 4,096 values stay in fp32. This limit and the block sizes are those of
 # [torchao](https://github.com/pytorch/ao/blob/main/torchao/optim/adam.py). To keep the code short, we store the rounded
 # values in fp32, which saves no memory. We compare three formats:
 # <!-- tests/formats/test_scaling.py -->
