@@ -9,7 +9,7 @@
 # %% [markdown]
 # # Keep values inside the range of fp16
 #
-# **What you'll do.** Look up one failure: its symptom, a small program that shows it, the reason and the fix.
+# **What you'll do.** Look up one failure: its symptom, a small example, the reason and the fix.
 #
 # **What you'll learn.** You will be able to repair:
 # - [The loss is NaN because an activation exceeds 65504](#The-loss-is-NaN-because-an-activation-exceeds-65504);
@@ -72,7 +72,7 @@ x = torch.tensor([[1.0, 2.0]])  # (1, 2), the input of most programs below
 #
 # **What you see.** The loss is `nan` in fp16. In fp32 the loss is fine.
 #
-# **A small program that shows it.** We pass the output of a layer with large weights to a normalisation.
+# **A small example.** We pass the output of a layer with large weights to a normalisation.
 
 
 # %%
@@ -126,7 +126,7 @@ torch.testing.assert_close(loss_in(torch.float16, repaired), exact, rtol=0.01, a
 assert torch.tensor(150_000.0).half().clamp(max=65504) == 65504
 
 # %% [markdown]
-# **Notice it earlier.** `find_nonfinite` names the op and the module that made the inf:
+# **Notice the failure earlier.** `find_nonfinite` names the op and the module that made the inf:
 
 # %%
 with find_nonfinite(model) as finder:
@@ -155,7 +155,7 @@ assert finder.report.module == "0"
 # **What you see.** `masked_fill`, `full` or `pad` raises `value cannot be converted to type c10::Half without
 # overflow`. In other cases there is no message, but attention is NaN.
 #
-# **A small program that shows it.** We fill fp16 scores with -1e9, and bf16 scores with the lowest number of
+# **A small example.** We fill fp16 scores with -1e9, and bf16 scores with the lowest number of
 # fp32. Then we add -1e9 to the fp16 scores.
 
 # %%
@@ -209,7 +209,7 @@ assert (torch.tensor([-16.0, -15.0]).half() + lowest).isinf().tolist() == [True,
 #
 # **What you see.** Attention returns NaN for padded positions. Then the loss or the gradients are NaN.
 #
-# **A small program that shows it.** We mask all keys for the first of two positions.
+# **A small example.** We mask all keys for the first of two positions.
 
 
 # %%
@@ -277,7 +277,7 @@ assert v.grad.isnan().all()
 # **What you see.** `generate` or `torch.multinomial` fails with ``probability tensor contains either `inf`, `nan` or
 # element < 0``. Without sampling, the text can be one repeated token, such as `!!!!`.
 #
-# **A small program that shows it.** The logits overflow in fp16.
+# **A small example.** The logits overflow in fp16.
 
 
 # %%
@@ -333,7 +333,7 @@ assert torch.multinomial(logits_in(torch.bfloat16).softmax(-1), 1).item() in (0,
 #
 # **What you see.** Some values are NaN, for example in a row of zeros.
 #
-# **A small program that shows it.** We divide each row by its largest absolute value. One row is all zeros.
+# **A small example.** We divide each row by its largest absolute value. One row is all zeros.
 
 
 # %%
@@ -376,7 +376,7 @@ assert rescale(h.half().float(), eps=1e-3).isfinite().all()
 #
 # **What you see.** A loss that takes `log(p)` and `log(1 - p)` is inf or NaN, although `p` is clamped.
 #
-# **A small program that shows it.** We write binary cross-entropy by hand.
+# **A small example.** We write binary cross-entropy by hand.
 
 
 # %%
@@ -433,7 +433,7 @@ assert torch.tensor(1 - 1e-3).bfloat16() == 1
 # **What you see.** The output of a layer is exactly zero, and the layers before it do not learn. Or a Dice loss
 # is NaN.
 #
-# **A small program that shows it.** We write root-mean-square normalisation by hand.
+# **A small example.** We write root-mean-square normalisation by hand.
 
 
 # %%
@@ -485,7 +485,7 @@ assert (2 * pixels / (pixels + pixels)).isnan()  # a Dice score
 #
 # **What you see.** The scaler skipped one step, and training went on. Later the model returns NaN in evaluation.
 #
-# **A small program that shows it.** We train a model with batch normalisation. The second batch overflows.
+# **A small example.** We train a model with batch normalisation. The second batch overflows.
 
 # %%
 model, optimizer = make(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 1))
@@ -516,7 +516,7 @@ torch.optim.swa_utils.update_bn([batches[0], batches[2], batches[3]], model)
 assert model.eval()(x).isfinite()
 
 # %% [markdown]
-# **Notice it earlier.** Before each checkpoint, check
+# **Notice the failure earlier.** Before each checkpoint, check
 # `all(b.isfinite().all() for name, b in model.named_buffers() if "running" in name)`.
 
 # %% [markdown]
@@ -538,7 +538,7 @@ assert model.eval()(x).isfinite()
 # **What you see.** With anomaly detection, `backward` raises
 # `Function 'MulBackward0' returned nan values in its 0th output.` Without anomaly detection, the run trains well.
 #
-# **A small program that shows it.** A gradient overflows at the current loss scale. Then a mask
+# **A small example.** A gradient overflows at the current loss scale. Then a mask
 # multiplies the gradient by 0.
 
 

@@ -9,7 +9,7 @@
 # %% [markdown]
 # # Find out why a model learns nothing
 #
-# **What you'll do.** Look up one failure: its symptom, a small program that shows it, the reason and the fix.
+# **What you'll do.** Look up one failure: its symptom, a small example, the reason and the fix.
 #
 # **What you'll learn.** You will be able to repair:
 # - a loss scale that [falls to 0](#The-loss-scale-falls-towards-0) or [grows and
@@ -60,7 +60,7 @@ x = torch.tensor([[1.0, 2.0]])  # (1, 2), the input of several programs below
 # **What you see.** Every step is skipped, and the scale halves each time, from 65536 down to 0. The
 # loss itself may look good.
 #
-# **A small program that shows it.** The loss takes the root of the square of each weight. One weight starts at
+# **A small example.** The loss takes the root of the square of each weight. One weight starts at
 # zero.
 
 
@@ -138,7 +138,7 @@ assert unscaled.isnan().any()
 #
 # **What you see.** The loss falls slowly or not at all, and some gradients are exactly zero.
 #
-# **A small program that shows it.** We use fp16 without a scaler. The loss is a mean over many outputs,
+# **A small example.** We use fp16 without a scaler. The loss is a mean over many outputs,
 # times 1e-4.
 
 
@@ -172,7 +172,7 @@ torch.testing.assert_close(kept, exact, rtol=2e-3, atol=0)  # 11 bits
 assert torch.tensor(1e-4 / 16384).bfloat16() > 0
 
 # %% [markdown]
-# **Notice it earlier.** `gradient_underflow` finds the smallest loss scale (1, 2, 4, …) at which at most 0.1 % of
+# **Notice the failure earlier.** `gradient_underflow` finds the smallest loss scale (1, 2, 4, …) at which at most 0.1 % of
 # the nonzero gradient values become zero in fp16. The model itself can run in fp32:
 
 # %%
@@ -202,7 +202,7 @@ assert (report.outputs.lost(1.0), report.smallest_scale) == (1, 8)
 # **What you see.** In older versions of PyTorch, some gradients are `None`, or `backward()` raises
 # `element 0 of tensors does not require grad and does not have a grad_fn`.
 #
-# **A small program that shows it.** We run one pass without gradients and one pass with gradients,
+# **A small example.** We run one pass without gradients and one pass with gradients,
 # in the same autocast block. In this version, the gradient is right:
 
 # %%
@@ -241,7 +241,7 @@ assert torch.equal(model[0].weight.grad, x.expand(2, 2))  # right, in this versi
 #
 # **What you see.** The loss scale grows and grows, or a run that was meant to be bf16 overflows.
 #
-# **A small program that shows it.** We use a scaler with bf16. With `growth_interval=1`, the scale grows after each
+# **A small example.** We use a scaler with bf16. With `growth_interval=1`, the scale grows after each
 # step without overflow.
 
 
@@ -313,7 +313,7 @@ assert set(scales_in(torch.bfloat16, enabled=False)) == {1.0}
 # **What you see.** The loss stops falling earlier than with fp32 weights. Or some weights, such as
 # the weights of norms that start at 1, never change.
 #
-# **A small program that shows it.** With `assign=True`, the model takes over the bf16 tensors of a checkpoint. Then
+# **A small example.** With `assign=True`, the model takes over the bf16 tensors of a checkpoint. Then
 # we make a hundred small updates.
 
 
@@ -370,7 +370,7 @@ assert abs(after_updates(model) - 0.9) < 1e-4
 # **What you see.** Loss and gradients are finite, but after the first step the weights are NaN or
 # infinite.
 #
-# **A small program that shows it.** Two weights in fp16 have the gradients 0 and 1e-4.
+# **A small example.** Two weights in fp16 have the gradients 0 and 1e-4.
 
 
 # %%
@@ -431,7 +431,7 @@ assert first_step(torch.ones(1).half(), [1e-6], eps=1e-4) == [1.0]  # nothing is
 # **What you see.** A model that is good on short inputs fails on long ones, a count stops at 256, or an index is
 # out of range because 999 became 1000.
 #
-# **A small program that shows it.** We compute the angles of rotary position embeddings (RoPE), positions times
+# **A small example.** We compute the angles of rotary position embeddings (RoPE), positions times
 # frequencies, with a matmul. Autocast runs the matmul in bf16.
 
 
@@ -484,7 +484,7 @@ assert rates.bfloat16().float().inv_freq != torch.tensor([1 / 3])
 #
 # **What you see.** The logged average of the loss stands still or falls to 0, although the model trains well.
 #
-# **A small program that shows it.** We add up a thousand losses of 2.5.
+# **A small example.** We add up a thousand losses of 2.5.
 
 
 # %%
@@ -531,7 +531,7 @@ assert total_of(torch.zeros((), dtype=torch.float32)) == 2500
 #
 # **What you see.** PyTorch refuses many operations on the weights. Or the model runs, but its results are bad.
 #
-# **A small program that shows it.** We cast small weights to FP8 without a scale. The cell prints the errors of two
+# **A small example.** We cast small weights to FP8 without a scale. The cell prints the errors of two
 # additions and three linear layers, and the share of the weights that became zero.
 
 # %%

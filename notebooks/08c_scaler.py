@@ -9,7 +9,7 @@
 # %% [markdown]
 # # Repair errors of the GradScaler
 #
-# **What you'll do.** Look up one failure: its message or symptom, a small program that shows it,
+# **What you'll do.** Look up one failure: its message or symptom, a small example,
 # why it happens, and the fix.
 #
 # **What you'll learn.** You will know how to repair these failures:
@@ -65,7 +65,7 @@ x = torch.tensor([[1.0, 2.0]])  # (1, 2), the input of most programs below
 # **What you see.** `scaler.step` or `scaler.unscale_` raises
 # `Attempting to unscale FP16 gradients.`
 #
-# **A small program that shows it.** We convert a model with `.half()` and train it with a scaler.
+# **A small example.** We convert a model with `.half()` and train it with a scaler.
 
 
 # %%
@@ -136,7 +136,7 @@ assert adapted[1].weight.grad.dtype is torch.float32
 # **What you see.** `scaler.unscale_` raises
 # `unscale_() has already been called on this optimizer since the last update().`
 #
-# **A small program that shows it.** We accumulate over two batches, and clip after each of
+# **A small example.** We accumulate over two batches, and clip after each of
 # them.
 
 
@@ -205,7 +205,7 @@ torch.testing.assert_close(accumulate(clip_each=False), model[0].weight.detach()
 # **What you see.** `scaler.step` raises
 # `No inf checks were recorded for this optimizer.`
 #
-# **A small program that shows it.** A model has two parts, and each part has an optimizer. The body
+# **A small example.** A model has two parts, and each part has an optimizer. The body
 # is frozen: it runs under `no_grad`. So only the head gets a gradient.
 
 
@@ -257,7 +257,7 @@ loss.backward()
 assert model[0].weight.grad is None
 
 # %% [markdown]
-# **Notice it earlier.** After one `backward()`, print the names of the parameters whose `.grad` is `None`.
+# **Notice the failure earlier.** After one `backward()`, print the names of the parameters whose `.grad` is `None`.
 
 # %% [markdown]
 # ## Scaler methods are called in the wrong order
@@ -286,7 +286,7 @@ assert model[0].weight.grad is None
 #
 # **What you see.** The scaler raises one of the seven messages that are printed below.
 #
-# **A small program that shows it.** Each line of the output shows the calls that we make after one
+# **A small example.** Each line of the output shows the calls that we make after one
 # backward pass, and the message that they raise. `_scale is None` means that this scaler has not scaled
 # a loss yet.
 
@@ -351,7 +351,7 @@ _ = pickle.dumps(call("step", "update"))
 # **What you see.** With SGD the loss can be huge or NaN after one step. With Adam the run may look normal until
 # the weights become NaN.
 #
-# **A small program that shows it.** The loss is scaled, but the loop still calls
+# **A small example.** The loss is scaled, but the loop still calls
 # `optimizer.step()`.
 
 
@@ -411,7 +411,7 @@ assert weight_after_step(torch.optim.Adam, by_scaler=True, gradient=math.inf) ==
 # `Closure use is not currently supported if GradScaler is enabled.` Lightning says
 # `AMP and the LBFGS optimizer are not compatible.` <!-- tests/notebooks/test_08c_scaler.py -->
 #
-# **A small program that shows it.** L-BFGS [needs a
+# **A small example.** L-BFGS [needs a
 # closure](https://docs.pytorch.org/docs/stable/optim.html) to evaluate the loss several times in a step.
 
 
@@ -486,7 +486,7 @@ assert after < 0.01 * before
 # **What you see.** The scheduler warns
 # ``Detected call of `lr_scheduler.step()` before `optimizer.step()`.``
 #
-# **A small program that shows it.** The loop has the right order, but the first step overflows.
+# **A small example.** The loop has the right order, but the first step overflows.
 
 
 # %%
@@ -549,7 +549,7 @@ with warnings.catch_warnings(action="ignore"):
     assert schedule(only_if_stepped=False) == [0.5, 0.25, 0.125]  # one step ahead
 
 # %% [markdown]
-# **Notice it earlier.** `ScaleLog` of `amp_lab` lists the skipped steps.
+# **Notice the failure earlier.** `ScaleLog` of `amp_lab` lists the skipped steps.
 # <!-- tests/numerics/test_scale_log.py -->
 
 # %% [markdown]

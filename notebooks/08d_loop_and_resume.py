@@ -9,7 +9,7 @@
 # %% [markdown]
 # # Repair clipping, the loop and a resumed run
 #
-# **What you'll do.** Look up one failure: its message or symptom, a small program that shows it,
+# **What you'll do.** Look up one failure: its message or symptom, a small example,
 # why it happens, and the fix.
 #
 # **What you'll learn.** You will know how to repair:
@@ -63,7 +63,7 @@ x = torch.tensor([[1.0, 2.0]])  # (1, 2), the input of most programs below
 # **What you see.** There is no message. Once you clip the gradients, a model trained with SGD hardly learns.
 # The logged gradient norm is huge, and sometimes jumps by a factor of 2.
 #
-# **A small program that shows it.** We clip to a norm of 1 right after `backward`.
+# **A small example.** We clip to a norm of 1 right after `backward`.
 
 
 # %%
@@ -127,7 +127,7 @@ assert abs(moved - 1) < 1e-3  # the full length that clipping allows
 # **What you see.** `clip_grad_norm_` raises
 # ``The total norm of order 2.0 for gradients from `parameters` is non-finite, so it cannot be clipped.``
 #
-# **A small program that shows it.** We clip with `error_if_nonfinite=True` in a step that overflows.
+# **A small example.** We clip with `error_if_nonfinite=True` in a step that overflows.
 # Lightning Fabric's `clip_gradients` [sets this option by
 # default](https://github.com/lightly-ai/lightly-train/issues/255).
 
@@ -187,7 +187,7 @@ assert overflowing_step(strict=False, replace=True) == 65536
 # **What you see.** On the same batch the loss can be exactly the same in every step, or a KL divergence from
 # a reference model stays 0 ([a report](https://github.com/X-GenGroup/Flow-Factory/pull/186)).
 #
-# **A small program that shows it.** We put a second autocast block around the whole loop.
+# **A small example.** We put a second autocast block around the whole loop.
 
 
 # %%
@@ -259,7 +259,7 @@ with torch.autocast("cpu", dtype=torch.bfloat16):
 # **What you see.** A run was fine when you saved its checkpoint. After you load the checkpoint, the loss is
 # higher or NaN, the first steps are skipped, or the run deviates from an uninterrupted run.
 #
-# **A small program that shows it.** We train Adam with gradients of 1 and -1. Then we take one step with a
+# **A small example.** We train Adam with gradients of 1 and -1. Then we take one step with a
 # gradient of 0.01: once with the saved state, and once with a new Adam.
 
 
@@ -313,7 +313,7 @@ assert step == step + 1 == 300
 # **Not this.** If loading the optimizer's state makes the loss NaN, do not start with a new optimizer: its
 # first steps can be too large. Repair the state or its dtype instead.
 #
-# **Notice it earlier.** Before you save, check that the parameters and running statistics are finite.
+# **Notice the failure earlier.** Before you save, check that the parameters and running statistics are finite.
 
 # %% [markdown]
 # ## Weights and optimizer state have different dtypes
@@ -345,7 +345,7 @@ assert step == step + 1 == 300
 #
 # Or there is no error, but the weights become infinite or NaN soon after you load the optimizer's state.
 #
-# **A small program that shows it.** We cast the model between two steps.
+# **A small example.** We cast the model between two steps.
 
 # %%
 model = nn.Linear(2, 1)
@@ -413,7 +413,7 @@ for dtype in (torch.float16, torch.float32):
 # **What you see.** `scaler.load_state_dict` raises
 # `The source state dict is empty, possibly because it was saved from a disabled instance of GradScaler.`
 #
-# **A small program that shows it.** We load the checkpoint of a bf16 run into an fp16 run.
+# **A small example.** We load the checkpoint of a bf16 run into an fp16 run.
 
 # %%
 from_bf16 = torch.amp.GradScaler("cpu", enabled=False).state_dict()
@@ -462,7 +462,7 @@ assert scaler.get_scale() == 1024
 # checkpoint of DeepSpeed, the message names [a class of
 # DeepSpeed](https://github.com/modelscope/ms-swift/issues/5808) instead.
 #
-# **A small program that shows it.** We save the scaler itself.
+# **A small example.** We save the scaler itself.
 
 
 # %%

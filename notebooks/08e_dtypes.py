@@ -112,7 +112,7 @@ def refusals(calls, *inputs):
 # - ``expected dtype c10::Half for `end` but got dtype float``, raised by `lerp`. If `optimizer.step()` raises
 #   this error, see [notebook 08d](08d_loop_and_resume.ipynb#Weights-and-optimizer-state-have-different-dtypes).
 #
-# **A small program that shows it.** We compute a tensor in an autocast block and use it after the block.
+# **A small example.** We compute a tensor in an autocast block and use it after the block.
 
 # %%
 OPS = [
@@ -209,7 +209,7 @@ assert weight.half() - update == 1  # a weight in fp16 loses the update
 # - `Expected tensor for argument #1 'input' to have the same type as tensor for argument #2 'weight'`, raised
 #   by a norm on CUDA ([report](https://github.com/GVCLab/PersonaLive/issues/57))
 #
-# **A small program that shows it.** We convert layers to half precision, but leave their input in fp32.
+# **A small example.** We convert layers to half precision, but leave their input in fp32.
 
 # %%
 for dtype in HALF:
@@ -283,7 +283,7 @@ assert torch.tensor(2049).half() == 2048  # an id that was cast
 # - `scatter(): Expected self.dtype to be equal to src.dtype`, raised by `scatter` and also by `scatter_add_`
 # - `masked_scatter: expected self and source to have same dtypes but got`
 #
-# **A small program that shows it.** We create a buffer with `torch.zeros` and write fp16 values to it.
+# **A small example.** We create a buffer with `torch.zeros` and write fp16 values to it.
 
 
 # %%
@@ -354,7 +354,7 @@ assert x.half().new_zeros(4, 2).dtype is torch.float16
 # [the first section](#A-half-precision-output-leaves-the-block). The traceback contains the line [`return
 # user_fn(self, *args)`](https://github.com/pytorch/pytorch/blob/main/torch/autograd/function.py).
 #
-# **A small program that shows it.** We write a batched matmul as an `autograd.Function`.
+# **A small example.** We write a batched matmul as an `autograd.Function`.
 
 
 # %%
@@ -453,7 +453,7 @@ for options in ({}, {"cast_inputs": torch.float32}):
 # - `mat1 and mat2 must have the same dtype, but got BFloat16 and Half`
 # - `Unexpected floating ScalarType in at::autocast::prioritize`
 #
-# **A small program that shows it.** We mix fp16 and bf16 in three ways:
+# **A small example.** We mix fp16 and bf16 in three ways:
 # 1. We pass a bf16 input to fp16 layers, and an fp16 input to bf16 layers.
 # 2. We nest a bf16 autocast block in an fp16 block, and call one fp32 model in each block.
 # 3. We concatenate bf16 tensors in an fp16 block.
@@ -560,7 +560,7 @@ assert torch.tensor(1e5).bfloat16().half() == torch.inf  # why not to convert bf
 # - `expected target dtype to be Long or Byte, but got Float`, raised by `cross_entropy` on a CPU if the class
 #   targets are floats
 #
-# **A small program that shows it.** We pass float64, int64 and uint8 arrays to layers and to a loss. Then
+# **A small example.** We pass float64, int64 and uint8 arrays to layers and to a loss. Then
 # we pass float targets to `cross_entropy`, and a float64 input to a layer under autocast.
 
 # %%

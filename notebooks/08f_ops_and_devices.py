@@ -9,8 +9,8 @@
 # %% [markdown]
 # # Replace ops and devices that refuse half precision
 #
-# **What you'll do.** Look up one failure: its message or symptom, a small program that shows it, why it
-# happens, and the fix.
+# **What you'll do.** Look up one failure: its message or symptom, a small example, the reason
+# and the fix.
 #
 # **What you'll learn.** You will know how to repair:
 # - [BCELoss is refused on a GPU](#BCELoss-is-refused-on-a-GPU);
@@ -63,7 +63,7 @@ device, scale = start()  # AMP_LAB_DEVICE and AMP_LAB_SCALE override the choice
 # `torch.nn.functional.binary_cross_entropy and torch.nn.BCELoss are unsafe to autocast.` Under autocast on a CPU
 # or on MPS, the same line runs. <!-- tests/notebooks/test_08f_ops_and_devices.py -->
 #
-# **A small program that shows it.** `cuda_rules` runs CUDA's autocast on fake tensors, which have no data and
+# **A small example.** `cuda_rules` runs CUDA's autocast on fake tensors, which have no data and
 # need no GPU.
 
 # %%
@@ -136,7 +136,7 @@ assert F.binary_cross_entropy_with_logits(perfect, target) > 0.31  # the second 
 # - `linalg.inv: Low precision dtypes not supported. Got Half`
 # - `quantile() input tensor must be either float or double dtype`
 #
-# **A small program that shows it.** We pass 16-bit tensors to six ops, the last one under CUDA's autocast
+# **A small example.** We pass 16-bit tensors to six ops, the last one under CUDA's autocast
 # rules.
 
 # %%
@@ -192,7 +192,7 @@ with torch.autocast("cpu", dtype=torch.bfloat16):
 #
 # **What you see.** `.numpy()`, or a function that calls it, raises `Got unsupported ScalarType BFloat16`.
 #
-# **A small program that shows it.** We convert a prediction to an array for a plot or a metric.
+# **A small example.** We convert a prediction to an array for a plot or a metric.
 
 # %%
 with torch.autocast("cpu", dtype=torch.bfloat16), torch.inference_mode():
@@ -249,7 +249,7 @@ assert (prediction.half().numpy() + 1).dtype == "float16"
 # - `In MPS autocast, but the target dtype is not supported. Disabling autocast.`, which is only a warning
 # - `unknown device type for autocast`, from `torch.is_autocast_enabled`
 #
-# **A small program that shows it.** We make three calls for the device `meta` (tensors without data). Then we
+# **A small example.** We make three calls for the device `meta` (tensors without data). Then we
 # pass a `torch.device` instead of a string, and ask for fp32 on MPS.
 
 # %%
@@ -322,7 +322,7 @@ assert warnings_of(lambda: torch.autocast("mps", enabled=False)) == ""
 # - `Feature '.bf16' requires .target sm_80 or higher`, from Triton, which `torch.compile` uses ([on a
 #   T4](https://github.com/unslothai/unsloth/issues/501))
 #
-# **A small program that shows it.** We replace two functions of PyTorch, to imitate a GPU that neither has
+# **A small example.** We replace two functions of PyTorch, to imitate a GPU that neither has
 # nor emulates bf16.
 
 # %%
@@ -352,7 +352,7 @@ with without_bf16:
 # tests/notebooks/test_19_choose_your_precision.py --> On an AMD GPU, look in [AMD's
 # table](https://rocm.docs.amd.com/projects/HIP/en/docs-6.3.2/reference/hardware_features.html).
 #
-# **Notice it earlier.** To measure which dtypes are fast on your GPU, run `amp-lab doctor`.
+# **Notice the failure earlier.** To measure which dtypes are fast on your GPU, run `amp-lab doctor`.
 # <!-- tests/core/test_device.py -->
 
 # %% [markdown]
@@ -384,7 +384,7 @@ with without_bf16:
 #   ([its source](https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/native/cuda/CuFFTPlanCache.h))
 # - `Unsupported dtype Half`, on a CPU with MKL
 #
-# **A small program that shows it.** We compute the spectrum of 100 numbers in fp16 and in bf16.
+# **A small example.** We compute the spectrum of 100 numbers in fp16 and in bf16.
 
 # %%
 signal = torch.ones(100)
@@ -441,7 +441,7 @@ assert torch.fft.rfft(signal.half().float()).dtype is torch.complex64
 # - `Required aspect fp64 is not supported on the device`, on an Intel Arc A ([a
 #   report](https://github.com/intel/torch-xpu-ops/issues/1742))
 #
-# **A small program that shows it.** We convert a NumPy array to a tensor and, on a Mac, try to move the
+# **A small example.** We convert a NumPy array to a tensor and, on a Mac, try to move the
 # tensor to the GPU.
 
 # %%
@@ -490,7 +490,7 @@ assert weights.float().to(device).dtype is torch.float32
 # **What you see.** The package `flash-attn` raises [`FlashAttention only support fp16 and bf16 data
 # type`](https://github.com/Dao-AILab/flash-attention/blob/main/csrc/flash_attn/flash_api.cpp).
 #
-# **A small program that shows it.** The kernel needs a GPU, so we only show how q becomes fp32: inside an
+# **A small example.** The kernel needs a GPU, so we only show how q becomes fp32: inside an
 # autocast block, we multiply it by fp32 cosines, as in a rotary embedding.
 
 # %%
@@ -548,7 +548,7 @@ with torch.autocast("cpu", dtype=torch.bfloat16):
 # error, PyTorch warns with its reasons, for example
 # `Expected query, key and value to all be of dtype: {Half, BFloat16}`.
 #
-# **A small program that shows it.** A model allows only flash attention but gets fp32 inputs. We check it
+# **A small example.** A model allows only flash attention but gets fp32 inputs. We check it
 # with [X-ray](09_xray_your_model.ipynb), which knows the rules of CUDA and needs no GPU.
 
 

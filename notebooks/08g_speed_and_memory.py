@@ -9,7 +9,7 @@
 # %% [markdown]
 # # Find the speed and the memory that AMP should save
 #
-# **What you'll do.** Look up one failure: its message or symptom, a small program that shows it,
+# **What you'll do.** Look up one failure: its message or symptom, a small example,
 # why it happens, and the fix.
 #
 # **What you'll learn.** You will know how to repair:
@@ -71,7 +71,7 @@ wide, _ = make(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 512))
 # **What you see.** The log contains one of the warnings below. Training is as
 # slow as in fp32.
 #
-# **A small program that shows it.** We enable autocast and the scaler for CUDA, and pass
+# **A small example.** We enable autocast and the scaler for CUDA, and pass
 # `dtype=torch.float32` to autocast for the CPU.
 
 # %%
@@ -92,7 +92,8 @@ assert "In CPU autocast, but the target dtype is not supported." in wrong_dtype
 #
 # **The fix.** Pass the device type of the tensors and a 16-bit dtype: `torch.autocast(x.device.type,
 # dtype=torch.bfloat16)`. If `torch.cuda.is_available()` is False on a machine with an NVIDIA or AMD GPU,
-# install a build of PyTorch that fits the GPU and its driver.
+# you may need [another build of PyTorch](../docs/hardware.md#install-another-build-of-torch), which fits the GPU
+# and its driver.
 
 
 # %%
@@ -103,7 +104,7 @@ with torch.autocast("xpu", dtype=torch.float16):  # neither a warning nor an eff
     assert (x @ x.T).dtype is torch.float32
 
 # %% [markdown]
-# **Notice it earlier.** Check `torch.is_autocast_enabled(x.device.type)` inside the block. <!--
+# **Notice the failure earlier.** Check `torch.is_autocast_enabled(x.device.type)` inside the block. <!--
 # tests/notebooks/test_08g_speed_and_memory.py -->
 
 # %% [markdown]
@@ -122,7 +123,7 @@ with torch.autocast("xpu", dtype=torch.float16):  # neither a warning nor an eff
 # **What you see.** A model that runs in a thread is as slow as in fp32, or computes in the wrong 16-bit
 # dtype.
 #
-# **A small program that shows it.** We call two functions in a thread, from inside an fp16 block.
+# **A small example.** We call two functions in a thread, from inside an fp16 block.
 # The second function enters autocast itself, but does not pass a dtype.
 
 
@@ -184,7 +185,7 @@ assert in_a_thread(decorated) is torch.float16
 #
 # **What you see.** A step takes as long as in fp32, or longer. A profile shows many casts (`_to_copy`).
 #
-# **A small program that shows it.** We count the ops of five small layers.
+# **A small example.** We count the ops of five small layers.
 
 
 # %%
@@ -222,7 +223,7 @@ assert (plain.ops, amp.ops, amp.casts) == (5, 16, 11)
 # - **Sizes** are [not multiples of 8](#A-size-is-not-a-multiple-of-16-or-8).
 # - **Convolutions** do not use
 #   [`channels_last`](https://docs.pytorch.org/tutorials/intermediate/memory_format_tutorial.html).
-# - **The fp32 run** [used TF32](08h_compile_and_processes.ipynb#TF32-is-set-in-the-old-and-in-the-new-way).
+# - **The fp32 run** already used [TF32](19_choose_your_precision.ipynb#What-fp32-means), which is faster than fp32.
 # - **The clock** was read [before the GPU had finished](04_fp32_vs_amp.ipynb#How-not-to-measure).
 #
 # **The fix.** Time one step in each precision, on a batch that is already on the GPU. If AMP is faster on this
@@ -266,7 +267,7 @@ assert torch.tensor(1.0).half() + 1e-4 == 1  # an update of an fp16 weight
 #
 # **What you see.** The peak memory of a training step is about the same as in fp32, or higher.
 #
-# **A small program that shows it.** The weights are large, and the batch is a single example. We
+# **A small example.** The weights are large, and the batch is a single example. We
 # add up what the forward pass saves for the backward pass, without the parameters.
 
 
@@ -323,7 +324,7 @@ assert torch.tensor(1.0).bfloat16() + 1e-3 == 1  # an update of a bf16 weight
 # **What you see.** A model needs more memory for inference with autocast than in fp32. The memory grows with
 # each layer ([a report](https://github.com/huggingface/transformers/issues/8403)).
 #
-# **A small program that shows it.** We run a layer twice inside one block and count the casts. If
+# **A small example.** We run a layer twice inside one block and count the casts. If
 # the second pass makes fewer casts, autocast has kept copies from the first.
 
 
@@ -391,7 +392,7 @@ assert all(p.nbytes == 2 * p.numel() for p in nn.Linear(2, 2).bfloat16().paramet
 #
 # **What you see.** A matmul in FP8 raises one of the messages below.
 #
-# **A small program that shows it.** Tensors on the `meta` device have no data, but PyTorch checks their sizes
+# **A small example.** Tensors on the `meta` device have no data, but PyTorch checks their sizes
 # [as for CUDA](https://github.com/pytorch/pytorch/blob/main/torch/_meta_registrations.py). We try three FP8
 # matmuls: one with an inner size of 100, one with the 50257 columns of GPT-2's vocabulary, and a grouped
 # matmul.
@@ -464,7 +465,7 @@ torch.testing.assert_close(larger(x)[:, :5], head(x))
 # devices the message begins with `HIP`, `XPU` or [`MPS
 # backend`](https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/mps/MPSAllocator.mm).
 #
-# **A small program that shows it.** `forecast_memory` counts the bytes of a step without running it. We
+# **A small example.** `forecast_memory` counts the bytes of a step without running it. We
 # assume a GPU with 24 MiB of memory. <!-- tests/tracing/test_memory.py -->
 
 
@@ -531,7 +532,7 @@ assert peak_of(fits) <= memory < peak_of(fits + 1)
 #
 # **What you see.** Each training step, or each batch of an evaluation, needs more memory than the previous one.
 #
-# **A small program that shows it.** We evaluate three batches, and keep the loss of each as a tensor or as
+# **A small example.** We evaluate three batches, and keep the loss of each as a tensor or as
 # a number. `held_by` counts the tensors that the autograd graphs still hold at the end.
 
 

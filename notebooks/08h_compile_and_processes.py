@@ -9,7 +9,7 @@
 # %% [markdown]
 # # Repair compiled and distributed training
 #
-# **What you'll do.** Look up one failure: its message or symptom, a small program that shows it,
+# **What you'll do.** Look up one failure: its message or symptom, a small example,
 # why it happens, and the fix.
 #
 # **What you'll learn.** You will know how to repair:
@@ -60,7 +60,7 @@ x = torch.tensor([[1.0, 2.0]])  # (1, 2), the input of most programs below
 # **What you see.** With `torch.compile` the gradients differ from those in eager mode, or are
 # [infinite](https://github.com/pytorch/pytorch/issues/153044), although the outputs are the same.
 #
-# **A small program that shows it.** A function switches autocast off to compute in fp32. We compile
+# **A small example.** A function switches autocast off to compute in fp32. We compile
 # this function, and call it inside an autocast block.
 
 
@@ -130,7 +130,7 @@ with torch._functorch.config.patch(backward_pass_autocast="off"):
 # `Attempted to inline function marked as skipped` and names a method of `GradScaler`. Without
 # `fullgraph=True`, by default the graph breaks there without a message.
 #
-# **A small program that shows it.** We compile a function that scales the loss.
+# **A small example.** We compile a function that scales the loss.
 
 # %%
 scaler = torch.amp.GradScaler("cpu")
@@ -175,7 +175,7 @@ assert scaler.scale(loss_of(x)) == 3 * scaler.get_scale()
 # `could not create a primitive descriptor for the LSTM forward propagation primitive`. <!--
 # tests/core/test_cpu.py -->
 #
-# **A small program that shows it.** We run an LSTM in both 16-bit formats.
+# **A small example.** We run an LSTM in both 16-bit formats.
 
 # %% tags=["nbval-ignore-output"]
 sequence = torch.ones(3, 2, 4)  # (T, B, C)
@@ -204,7 +204,7 @@ for dtype in (torch.bfloat16, torch.float16):
     assert output.dtype is torch.float32
 
 # %% [markdown]
-# **Notice it earlier.** `amp-lab doctor --device cpu` warns if an LSTM fails under autocast on your CPU.
+# **Notice the failure earlier.** `amp-lab doctor --device cpu` warns if an LSTM fails under autocast on your CPU.
 # <!-- tests/core/test_cpu.py -->
 
 # %% [markdown]
@@ -235,7 +235,7 @@ for dtype in (torch.bfloat16, torch.float16):
 # [warns](https://github.com/huggingface/transformers/issues/42371):
 # `Please use the new API settings to control TF32 behavior`.
 #
-# **A small program that shows it.** One line sets a switch by its new name, and another line reads it by its
+# **A small example.** One line sets a switch by its new name, and another line reads it by its
 # old name.
 
 # %%
@@ -298,7 +298,7 @@ for mode, new_name, is_tf32 in (("high", "tf32", True), ("highest", "ieee", Fals
 # `custom_bwd`. If you change only the name, you can get an error such as
 # `missing 1 required positional argument: 'device_type'`.
 #
-# **A small program that shows it.** We use the old names. Then we change only the name, or only the
+# **A small example.** We use the old names. Then we change only the name, or only the
 # arguments.
 
 # %%
@@ -358,7 +358,7 @@ assert warnings_of(lambda: torch.amp.custom_fwd(make, device_type="cuda")) == ""
 # `Expected to have finished reduction in the prior iteration before starting a new one.`
 # With `static_graph=True` the message may be `Your training graph has changed in this iteration`.
 #
-# **A small program that shows it.** The model has a layer that some steps do not use.
+# **A small example.** The model has a layer that some steps do not use.
 
 
 # %%
@@ -433,7 +433,7 @@ with group_of_one():
 # raises `Must flatten tensors with uniform dtype but got`, for example for a base model in bf16 with
 # [adapters in fp32](https://github.com/huggingface/trl/pull/6343).
 #
-# **A small program that shows it.** We wrap a model that has trained weights in two dtypes.
+# **A small example.** We wrap a model that has trained weights in two dtypes.
 
 
 # %%
@@ -504,7 +504,7 @@ assert one + 2**-9 == one
 # **What you see.** There is no message. The ranks (the processes of the run) have different weights or
 # gradient norms, or their scalers skip different steps.
 #
-# **A small program that shows it.** Two ranks have different loss scales. We compute their gradients by hand:
+# **A small example.** Two ranks have different loss scales. We compute their gradients by hand:
 # the true gradient of each rank is 1.
 
 # %%

@@ -11,8 +11,8 @@ import write_failures
 from amp_lab.failures import read_explanation
 from amp_lab.failures.patterns import flat, pattern
 
-PARTS = ["What you see.", "A small program that shows it.", "Why.", "The fix."]
-OPTIONAL = ["Not this.", "Notice it earlier."]
+PARTS = ["What you see.", "A small example.", "Why.", "The fix."]
+OPTIONAL = ["Not this.", "Notice the failure earlier."]
 SERIES = write_failures.series()
 each_notebook = pytest.mark.parametrize("source", SERIES, ids=[path.stem for path in SERIES])
 

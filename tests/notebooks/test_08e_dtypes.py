@@ -280,6 +280,21 @@ def test_a_weight_times_its_scale_is_fp32_and_the_bias_is_not(weight):
     assert (torch.ones(2, 2).to(weight).to(x.dtype) * scale[0, 0]).dtype is BF16
 
 
+@pytest.mark.parametrize(
+    ("part", "got"), [("weight", "Float and Half"), ("bias", "Half and Float")]
+)
+def test_a_partly_converted_layer_raises_until_it_is_converted_whole(part, got):
+    """AMP0153."""
+    layer = nn.Linear(2, 2)
+    getattr(layer, part).data = getattr(layer, part).data.half()
+    x = torch.ones(1, 2, dtype=layer.weight.dtype)
+    with pytest.raises(
+        RuntimeError, match=f"self and mat2 must have the same dtype, but got {got}"
+    ):
+        layer(x)
+    assert layer.to(x.dtype)(x).dtype is x.dtype
+
+
 class Norm(nn.Module):
     """As the norms of language models: the weight is multiplied last."""
 
