@@ -416,7 +416,8 @@ exercises.check_sum_stops(sum_stops_at)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# 0.1 is lost as soon as it is less than half the spacing. The spacing of fp16 at 2^n is 2^(n-10).
+# Adding 0.1 changes nothing once 0.1 is less than half the spacing at the sum. The spacing of fp16 at 2^n is
+# 2^(n-10).
 #
 # </details>
 #

@@ -424,7 +424,7 @@ exercises.check_head_mode(head_mode)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# Every module has its own mode. If you call `eval()` on a module, you also set the mode of all modules
+# Each module is in training mode or in evaluation mode. If you call `eval()` on a module, you also set the mode of all modules
 # inside it.
 #
 # </details>

@@ -378,7 +378,7 @@ assert message == "Attempting to unscale FP16 gradients."
 #
 # - **Average the weights (EMA).** AMP needs no change, because the weights are fp32. Keep the average in
 #   fp32 too: in 16 bits, its small updates may be rounded away.
-# - **Compile the model.** Call `torch.compile(model)` as without AMP. Use the same autocast settings in
+# - **Compile the model.** Call `torch.compile(model)` as you would without AMP. Use the same autocast settings in
 #   every call, or PyTorch compiles the model again ([notebook
 #   18](18_inference_and_export.ipynb#What-torch.compile-changes)).
 # - **Evaluate during training.** Evaluate in a separate autocast block. By default, the block of a training step

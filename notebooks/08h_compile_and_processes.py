@@ -429,7 +429,7 @@ with group_of_one():
 # words = "FSDP FSDP2 fully_shard peft LoRA QLoRA axolotl accelerate bnb_4bit_quant_storage use_orig_params"
 # -->
 #
-# **What you see.** FSDP2 raises `FSDP expects uniform original parameter dtype but got`. The older FSDP
+# **What you see.** FSDP2 raises `FSDP expects uniform original parameter dtype but got`. FSDP1
 # raises `Must flatten tensors with uniform dtype but got`, for example for a base model in bf16 with
 # [adapters in fp32](https://github.com/huggingface/trl/pull/6343).
 #
@@ -459,7 +459,7 @@ assert new == "FSDP expects uniform original parameter dtype but got"
 assert old.startswith("Must flatten tensors with uniform dtype but got")
 
 # %% [markdown]
-# **Why.** FSDP needs one dtype for all trained parameters of a unit (a module that you wrap). The older FSDP, and
+# **Why.** FSDP needs one dtype for all trained parameters of a unit (a module that you wrap). FSDP1, and
 # FSDP2 in [older versions of torch](https://github.com/pytorch/pytorch/pull/154103), need this dtype for the
 # frozen parameters of the unit too.
 #

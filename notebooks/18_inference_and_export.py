@@ -321,7 +321,7 @@ assert far["fp8-rowwise"] < far["nvfp4"]
 # [torchao](https://github.com/pytorch/ao/tree/main/torchao/quantization) stores the weights of a model's
 # linear layers in fewer bits: <!-- tests/notebooks/test_18_inference_and_export.py -->
 #
-# - `quantize_(model, Int8WeightOnlyConfig())`, or `Float8WeightOnlyConfig()`, stores them in eight bits.
+# - `quantize_(model, Int8WeightOnlyConfig())` stores the weights in INT8, `Float8WeightOnlyConfig()` in FP8.
 # - `Float8DynamicActivationFloat8WeightConfig()` also casts the activations, so that the matmul runs in FP8.
 #   This config needs a GPU that supports FP8.
 #
