@@ -240,8 +240,8 @@ for picture in pictures.values():
 # 3. If `compare` notices that other programs disturb the measurement, the result says *not reliable*.
 # <!-- tests/core/test_timing.py -->
 #
-# `is_possible` compares how many floating-point operations (FLOP) per second a step and a matmul do. If the
-# step does far more, the clock has probably [stopped too early](#How-not-to-measure).
+# `is_possible` compares the speed of the step, in floating-point operations (FLOP) per second, with the speed of the
+# matmul that `describe_device` timed. If the step seems far faster, the clock has probably [stopped too early](#How-not-to-measure).
 # <!-- tests/notebooks/test_04_fp32_vs_amp.py -->
 #
 # Before you run this: how much faster do you expect the step to be in 16 bits?

@@ -240,8 +240,8 @@ for precision, found in final.items():
 print(f"seeds differ by up to {100 * spread:.1f} points, standard error {100 * error:.1f} points")
 
 # %% [markdown]
-# Here two precisions differ in accuracy about as much as two seeds do. This is less than the yardstick, so
-# the difference does not count. With three seeds and 225 test images, we could miss a real difference of a
+# Here, the precisions differ in accuracy about as much as the seeds do. So the difference between the
+# precisions does not count. With three seeds and 225 test images, we could miss a real difference of a
 # few points.
 #
 # ## Find the slow layers
@@ -294,8 +294,7 @@ assert list(kind_times) == list(KINDS)
 # On the CPU of this run, the four layers with stride 2 take less than a tenth of the time in FP32, and
 # more than a third under autocast. They lose far more time than the pointwise layers gain. The output of
 # [`ONEDNN_VERBOSE=1`](https://uxlfoundation.github.io/oneDNN/dev_guide_verbose.html) shows why: in bf16, the
-# gradient of the input of a layer with stride 2 is computed by a kernel that is not made for depthwise
-# layers.
+# backward pass of a depthwise layer with stride 2 runs a kernel that is not made for depthwise layers.
 #
 # ## Resume: to the last bit
 #

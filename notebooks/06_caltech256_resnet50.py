@@ -338,7 +338,7 @@ workspace.cleanup()  # deletes generated pictures
 # - With 512 images in FP32, a frozen backbone lowers the memory of a step from 41.6 to 5.4 GiB. AMP about halves
 #   both.
 # - In training mode, the running averages of a frozen backbone still change.
-# - On a CPU and on CUDA, AMP halves the output of every layer of our ResNet-50. Weights, their gradients,
+# - On a CPU and on CUDA, AMP halves the bytes of each layer's output in our ResNet-50. Weights, their gradients,
 #   optimizer state and images stay in fp32. <!-- tests/notebooks/test_06_caltech256_resnet50.py -->
 # - Under `FakeTensorMode`, our dispatch mode counts the memory of a step that does not fit into your
 #   machine.

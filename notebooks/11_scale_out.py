@@ -328,13 +328,13 @@ _ = figures.sent_bytes(bars, most)
 # %% [markdown]
 # Each bar shows the bytes that a rank sends in a step. The next cell checks these ratios:
 #
-# | set-up | compared with DDP in fp32 | why |
+# | set-up | bytes / bytes of DDP in fp32 | why |
 # |---|---|---|
-# | DDP, autocast bf16 | the same | fp32 weights have fp32 gradients |
-# | DDP, bf16 hook | half | gradients in bf16 |
-# | FSDP2, fp32 | nearly 1.5 times | each encoder layer has two all-gathers and a reduce-scatter, each half of an all-reduce |
-# | FSDP2, bf16, reduce in fp32 | about the same | bf16 halves the two all-gathers |
-# | FSDP2, bf16, reduce in bf16 | about three quarters | bf16 halves the reduce-scatter too |
+# | DDP, autocast bf16 | 1 | fp32 weights have fp32 gradients |
+# | DDP, bf16 hook | 1/2 | gradients in bf16 |
+# | FSDP2, fp32 | about 3 x 1/2 | two all-gathers and a reduce-scatter, each half as large as an all-reduce |
+# | FSDP2, bf16, reduce in fp32 | about 1/4 + 1/4 + 1/2 | bf16 halves the two all-gathers |
+# | FSDP2, bf16, reduce in bf16 | about 3 x 1/4 | bf16 halves the reduce-scatter too |
 #
 # In [the first cell](#The-idea-in-five-lines), a sum in bf16 lost more precision with more ranks. So
 # **send weights in bf16, and sum gradients in fp32**.
@@ -359,9 +359,13 @@ assert fsdp_bytes == 16 / most
 # ## One decision about the loss scale
 #
 # With fp16, every rank has its own `GradScaler`, which decides whether to skip the step. If one rank of DDP skips and
-# another does not, the ranks train different models from then on. We put infinities on rank 1 only. In one case, they
-# are in its batch. In the other, they are in one of its gradients, after the ranks have averaged. Before you run this:
-# in which case does rank 0 *not* skip, although rank 1 does?
+# another does not, the ranks train different models from then on. We put infinities on rank 1 only, with DDP and
+# with FSDP2, in one of two places:
+#
+# - its batch;
+# - one of its gradients, after the ranks have averaged them.
+#
+# Before you run this: in which of the four cases does rank 0 *not* skip, although rank 1 does?
 
 
 # %%

@@ -135,7 +135,7 @@ _ = figures.sqnr_by_format(errors)
 # | format | ruined values |
 # |---|---|
 # | `fp8` | the whole tensor |
-# | `nvfp4` | the whole tensor: the outlier sets the fp32 scale, and the scales of the other blocks become too small for E4M3 |
+# | `nvfp4` | the whole tensor, because all blocks share one more scale in fp32 |
 # | `fp8-rowwise` | each row |
 # | `fp8-1x128`, `mxfp8`, `mxfp4` | one block in each row |
 #
@@ -178,10 +178,9 @@ assert at_100["mxfp4"] < at_100["nvfp4"] < alone["nvfp4"] - 5
 # | *dgrad*, the gradient of `x` | `grad @ weight` | (rows, out) @ (out, in) | out |
 # | *wgrad*, the gradient of `weight` | `grad.T @ x` | (out, rows) @ (rows, in) | rows |
 #
-# The matmul multiplies two blocks value by value, sums these products, then multiplies the sum by the two scales. So
-# all values of a block must be in the same sum: a block has to lie along the dimension that the matmul sums over. Each
-# tensor is in two matmuls, which sum over different dimensions. So we round each tensor twice: for example, `weight`
-# in blocks along *in* for the forward matmul, and along *out* for dgrad.
+# The values of a block share one scale, so they must be in the same sum: a block has to lie along the dimension in
+# the last column. Each tensor is in two matmuls, which sum over different dimensions. So we round each tensor twice:
+# for example, `weight` in blocks along *in* for the forward matmul, and along *out* for dgrad.
 #
 # Everything else is in fp32, such as the sums and the weights that the optimizer updates.
 
@@ -281,7 +280,7 @@ _ = figures.loss_from_fp32(losses)
 
 # %% [markdown]
 # The figure shows how far the smoothed loss of each format is above the fp32 loss with the same seed. Each line is
-# the mean over three seeds. The grey band is the range of the fp32 losses over the seeds.
+# the mean over three seeds. The grey band shows how far the fp32 losses of the three seeds are from their mean.
 #
 # Here, FP8 and MXFP8 learn as well as fp32. The four-bit formats learn slightly less. FP8 without a scale
 # learns much less:
@@ -332,11 +331,11 @@ report
 # <!-- tests/formats/test_rehearsal.py -->
 #
 # - `blocks.1.up` and `blocks.1.down`: these two layers lose accuracy in all four formats because of the large feature.
-# - `token.weight`: this is the head. Its output size is not a [multiple of
+# - `token.weight`: the head, which shares this weight with the embedding. Its output size is not a [multiple of
 #   16](08g_speed_and_memory.ipynb#A-size-is-not-a-multiple-of-16-or-8).
 #
-# The *error* rows show the errors of the whole model. To measure them, we compute the starred layers in fp32. One accurate step does not
-# mean that the model learns. To test learning, run `amp-lab rehearse --steps 20`.
+# The *error* rows show the errors of the whole model with all layers rounded except the starred ones. One accurate
+# step does not mean that the model learns. To test learning, run `amp-lab rehearse --steps 20`.
 # <!-- tests/cli/test_rehearse_command.py -->
 
 # %%
@@ -419,7 +418,7 @@ for kind_of_values, (left, right) in (("both signs", rows), ("one sign", rows.ab
 # [CUTLASS](https://github.com/NVIDIA/cutlass/blob/main/media/docs/cpp/blackwell_functionality.md) for
 # MXFP4, and [AMD](https://rocm.docs.amd.com/en/latest/reference/precision-support.html).
 #
-# MI300 uses the *fnuz* variants of E4M3 and E5M2, in which the same bits stand for half the number:
+# MI300 uses variants of E4M3 and E5M2 called *fnuz*. The same bits mean half as large a number in fnuz:
 
 # %%
 bits = torch.tensor([0x38], dtype=torch.uint8)

@@ -374,8 +374,8 @@ assert zeros["INT8"] > 0.1 > zeros["INT8, no zero"] == 0
 
 # %% [markdown]
 # INT8 stores a large share of the squares as 0. Adam divides the mean by the root of the second moment,
-# plus epsilon (1e-8). If the next gradient is tiny, it leaves the second moment near 0, but the mean still holds
-# earlier gradients. The update can then become so large that the loss becomes NaN. The format without a zero stores a
+# plus epsilon (1e-8). Where the second moment is 0, Adam can divide by little more than epsilon, while the mean still
+# holds earlier gradients. The update can then become so large that the loss becomes NaN. The format without a zero stores a
 # small square as its smallest number.
 #
 # [torchao's low-bit optimizers](https://github.com/pytorch/ao/tree/main/torchao/optim) store the state in few
@@ -391,7 +391,7 @@ assert zeros["INT8"] > 0.1 > zeros["INT8, no zero"] == 0
 #
 # - With AdamW a parameter takes 16 bytes in fp32, 8 in bf16, and about 6 in bf16 with 8-bit state.
 # - With rounding to nearest, a bf16 weight does not change if the update is less than half of the
-#   distance to the next number in its direction.
+#   distance to the next bf16 number.
 # - Stochastic rounding, Kahan summation (2 more bytes) and fp32 masters (4 more bytes) each fixed this
 #   problem here.
 # - For Adam's state, eight bits or even four were enough here, in a format that stored no square as zero.

@@ -98,18 +98,18 @@ assert dtypes["blocks.0.qkv"] == dtypes["blocks.0.rotate"] == dtypes[""] == torc
 result
 
 # %% [markdown]
-# *Work in* is the dtype of the matmuls, and *other ops in* that of the other ops ([the other
-# columns](09_xray_your_model.ipynb)). All matmuls run in bf16. Three parts run in fp32:
+# The column `work in` has the dtype of the matmuls, and `other ops in` the dtype of the other ops ([notebook
+# 09](09_xray_your_model.ipynb) explains the table). All matmuls run in bf16. Three parts run in fp32:
 #
 # - **The residual stream**: the embedding is fp32, and bf16 plus fp32 gives fp32.
 # - **The norms**: they read the residual stream.
 # - **The rotations**: their cosines are fp32. The model casts the result back to bf16 with
 #   `.to(x.dtype)`.
 #
-# **Call `.float()` on the logits** before the loss, as `lm.loss_of` does. Otherwise, CUDA in eager mode [rounds the
-# log-softmax to bf16](09_xray_your_model.ipynb#The-surprise-in-cross-entropy).
+# **Call `.float()` on the logits** before the loss, as `lm.loss_of` does. Otherwise, the loss is less accurate: CUDA in eager mode [rounds
+# the log-softmax to bf16](09_xray_your_model.ipynb#The-surprise-in-cross-entropy).
 #
-# **Load a model of transformers in the dtype that you want**, with `from_pretrained(…, dtype=…)`:
+# **With Hugging Face's library, choose the dtype when you load a model**: `from_pretrained(…, dtype=…)`.
 #
 # | for | weights | why |
 # |---|---|---|
@@ -176,8 +176,8 @@ print(f"two seeds in fp32 differ by up to {between_seeds:.2g}")
 # The vocabulary of Llama 3 has [128,256
 # entries](https://github.com/pytorch/torchtune/blob/main/torchtune/models/llama3/_model_builders.py). The
 # logits have a value for each token and each entry. Suppose that we train under bf16 autocast in eager mode, with
-# `.float()`. The fp32 copy is freed early, because no gradient needs it. At the peak of the backward pass, four
-# tensors with as many values as the logits are in memory:
+# `.float()`. The copy that `.float()` makes is freed before the backward pass. At the peak of the backward pass,
+# four tensors with as many values as the logits are in memory:
 #
 # - `logits` in bf16;
 # - the log-softmax in fp32;

@@ -189,9 +189,9 @@ torch.backends.cudnn.allow_tf32 = kept  # for the next cells; leave this line ou
 # ### Old and new settings
 #
 # `torch.set_float32_matmul_precision` and `allow_tf32` are old settings. PyTorch also has new ones, such as
-# `torch.backends.cuda.matmul.fp32_precision`. If you set a new one, the old one keeps its value. Then code that
-# reads the old setting, as [Lightning](https://github.com/Lightning-AI/pytorch-lightning/issues/21256) does, can raise
-# an error:
+# `torch.backends.cuda.matmul.fp32_precision`. If you set a new one, the old one keeps its value. PyTorch can then
+# raise an error when code reads the old setting, as
+# [Lightning](https://github.com/Lightning-AI/pytorch-lightning/issues/21256) does:
 
 # %%
 matmul = torch.backends.cuda.matmul
@@ -255,8 +255,8 @@ assert not in_fp16.isfinite().all()
 # - **Mixed**, such as `bf16-mixed`, usually means autocast. Then the weights keep their dtype, which is fp32 unless
 #   you load them in 16 bits.
 # - **True**, such as `bf16-true`, means that the weights are cast, here to bf16.
-# - **Only a dtype** can mean either: `bf16=True` in transformers usually means mixed, and `bfloat16` in Keras means
-#   true.
+# - **A dtype without *mixed* or *true*** can mean one or the other: `bf16=True` in transformers usually means mixed,
+#   and `bfloat16` in Keras means true.
 #
 # To see what a setting does, we look at the dtypes in a training step, first without a framework:
 
@@ -406,9 +406,10 @@ exercises.check_cases(answers)
 #
 # ### 2. Count the bits
 #
-# `product(a, b)` multiplies two fp32 tensors of shape (1, 1), and may round them first. Complete `bits_left`: find the
-# largest k for which the product of 1 + 2^-k and 1 is still more than 1, and return how many significant bits of an
-# input are left.
+# `product(a, b)` multiplies two fp32 tensors of shape (1, 1), and may round them first. Complete `bits_left`:
+#
+# 1. Find the largest k for which the product of 1 + 2^-k and 1 is still more than 1.
+# 2. Return how many significant bits an input keeps.
 
 
 # %%
