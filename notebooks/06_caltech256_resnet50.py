@@ -170,7 +170,7 @@ def train(precision):
 
 
 # %% [markdown]
-# On a CPU we compare FP32 with bf16. On a GPU we choose the precisions by speed, as in notebook 04. Every
+# On a CPU we compare FP32 with bf16. On a GPU we compare FP32 with each faster precision. Every
 # precision gets the same images in the same order. <!-- tests/train/data/test_images.py -->
 
 # %% tags=["nbval-ignore-output"]
@@ -324,7 +324,7 @@ _ = figures.memory_by_dtype(
 #
 # - the images, which stay in fp32 (AMP adds a copy of them in bf16);
 # - the weights, their gradients and the optimizer state, which stay in fp32;
-# - the positions of the maxima in max pooling, which are int64 in both cases.
+# - the positions of the maxima in max pooling, which are int64 with and without AMP.
 # <!-- tests/notebooks/test_exercises.py -->
 #
 # We delete the generated pictures:
@@ -336,7 +336,7 @@ workspace.cleanup()  # deletes generated pictures
 # ## Summary
 #
 # - With 512 images in FP32, a frozen backbone lowers the memory of a step from 41.6 to 5.4 GiB. AMP about halves
-#   both.
+#   each of these two sizes.
 # - In training mode, the running averages of a frozen backbone still change.
 # - On a CPU and on CUDA, AMP halves the bytes of each layer's output in our ResNet-50. Weights, their gradients,
 #   optimizer state and images stay in fp32. <!-- tests/notebooks/test_06_caltech256_resnet50.py -->

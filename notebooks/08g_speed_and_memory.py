@@ -420,7 +420,7 @@ print(message_of(lambda: torch._scaled_grouped_mm(fp8(32, 100), fp8(64, 100).T, 
 # multiples of 8, and on an A100 multiples of 64.
 #
 # **The fix.** Pad the vocabulary to a multiple of 64, pad the tokens in the collate function, and drop an
-# incomplete last batch with `drop_last=True`. Or keep the layer in bf16. If
+# incomplete last batch with `drop_last=True`. Or keep a linear layer in bf16. If
 # [vLLM](https://github.com/vllm-project/vllm/issues/42384) or
 # [SGLang](https://github.com/sgl-project/sglang/issues/3345) refuses the sizes of an FP8 checkpoint, use a
 # smaller tensor-parallel size.

@@ -178,9 +178,9 @@ assert at_100["mxfp4"] < at_100["nvfp4"] < alone["nvfp4"] - 5
 # | *dgrad*, the gradient of `x` | `grad @ weight` | (rows, out) @ (out, in) | out |
 # | *wgrad*, the gradient of `weight` | `grad.T @ x` | (out, rows) @ (rows, in) | rows |
 #
-# The values of a block share one scale, so they must be in the same sum: a block has to lie along the dimension in
-# the last column. Each tensor is in two matmuls, which sum over different dimensions. So we round each tensor twice:
-# for example, `weight` in blocks along *in* for the forward matmul, and along *out* for dgrad.
+# We form the blocks along the dimension that a matmul sums over, so that the scale of a block multiplies a part of
+# one sum. `weight`, for example, is in two matmuls: we round it in blocks along *in* for the forward matmul, and in
+# blocks along *out* for dgrad.
 #
 # Everything else is in fp32, such as the sums and the weights that the optimizer updates.
 

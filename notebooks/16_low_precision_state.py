@@ -374,8 +374,8 @@ assert zeros["INT8"] > 0.1 > zeros["INT8, no zero"] == 0
 
 # %% [markdown]
 # INT8 stores a large share of the squares as 0. Adam divides the mean by the root of the second moment,
-# plus epsilon (1e-8). Where the second moment is 0, Adam can divide by little more than epsilon, while the mean still
-# holds earlier gradients. The update can then become so large that the loss becomes NaN. The format without a zero stores a
+# plus epsilon (1e-8). Where the stored second moment is 0, the divisor depends on the new gradient alone, so it can be
+# too small for the mean, which still holds earlier gradients. The update can then become so large that the loss becomes NaN. The format without a zero stores a
 # small square as its smallest number.
 #
 # [torchao's low-bit optimizers](https://github.com/pytorch/ao/tree/main/torchao/optim) store the state in few

@@ -168,16 +168,15 @@ for name, mean in means.items():
 print(f"two seeds in fp32 differ by up to {between_seeds:.2g}")
 
 # %% [markdown]
-# Here, the seed changes the loss more than the precision. If your own model loses more in 16 bits, look for the cause
-# in [notebook 08](08_when_amp_breaks.ipynb).
+# Here, the seed changes the loss more than the precision. If your own model is clearly worse in 16 bits than in fp32,
+# look for the cause in [notebook 08](08_when_amp_breaks.ipynb).
 #
 # ## The loss over a large vocabulary
 #
 # The vocabulary of Llama 3 has [128,256
 # entries](https://github.com/pytorch/torchtune/blob/main/torchtune/models/llama3/_model_builders.py). The
 # logits have a value for each token and each entry. Suppose that we train under bf16 autocast in eager mode, with
-# `.float()`. The copy that `.float()` makes is freed before the backward pass. At the peak of the backward pass,
-# four tensors with as many values as the logits are in memory:
+# `.float()`. At the peak of the backward pass, four tensors of this shape are in memory:
 #
 # - `logits` in bf16;
 # - the log-softmax in fp32;
@@ -233,8 +232,8 @@ print(f"fp32 logits: {1024 * 8000 * 4 / 2**20:.1f} MiB, one chunk: {64 * 8000 * 
 # the weight, and trains only these matrices. Use these dtypes:
 #
 # - **bf16 for the frozen base**, because the base does not change;
-# - **fp32 for the adapters**, because bf16 can lose small updates ([notebook
-#   16](16_low_precision_state.ipynb)). For a 16-bit base, this is peft's default.
+# - **fp32 for the adapters**, because bf16 [can lose small updates](16_low_precision_state.ipynb#Weights-in-bf16). By
+#   default, peft creates fp32 adapters for a 16-bit base.
 #
 # Our layer casts the input and the output of the adapter, so that it also works without autocast:
 # <!-- tests/notebooks/test_17_language_model.py -->
@@ -328,7 +327,8 @@ assert stayed[1e-3] > 0.5
 # %% [markdown]
 # Neighbouring [normal bf16 numbers](01_number_formats.ipynb) are 0.4 to 0.8 % apart. If a change is less than half
 # of this distance, rounding restores the old value. Here, this happens to most values if the update is a
-# thousandth of the weight, so a large part of the update is lost. To keep the update, **keep the adapter separate, or
+# thousandth of the weight, so a large part of the update is lost. At a hundredth of the weight, rounding up and down
+# nearly cancel, so almost the whole update is left. To keep the update, **keep the adapter separate, or
 # merge into a copy in fp32**. If the result has to be bf16, compute the sum in fp32, to round only once.
 #
 # ## The same prompt, another text
@@ -366,8 +366,8 @@ assert abs(in_bf16 - in_fp32) < 0.01
 # it. But the model is not worse in bf16 here: the test loss is nearly the same. So compare models by their loss.
 #
 # Within one precision, the same prompt can [also give two
-# texts](https://thinkingmachines.ai/blog/defeating-nondeterminism-in-llm-inference/). Another batch size or length
-# gives a matmul another shape, so the matmul may add in another order. We compute the logits of ten characters,
+# texts](https://thinkingmachines.ai/blog/defeating-nondeterminism-in-llm-inference/). With another batch size
+# or text length, the matrices have other shapes, and a kernel may add the products of a matmul in another order. We compute the logits of ten characters,
 # first alone and then at the beginning of a longer text:
 
 # %% tags=["nbval-ignore-output"]

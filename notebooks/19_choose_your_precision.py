@@ -61,7 +61,7 @@ assert report.values["bf16"].input_bits == 8
 #   result to the next number of its dtype. In bf16, this distance is much larger than in fp32.
 #
 # `amp-lab doctor` also prints the speeds.
-# <!-- tests/core/test_device.py -->
+# <!-- tests/core/test_device.py --> <!-- tests/cli/test_cli.py -->
 #
 # ## The decision
 #
@@ -190,8 +190,8 @@ torch.backends.cudnn.allow_tf32 = kept  # for the next cells; leave this line ou
 #
 # `torch.set_float32_matmul_precision` and `allow_tf32` are old settings. PyTorch also has new ones, such as
 # `torch.backends.cuda.matmul.fp32_precision`. If you set a new one, the old one keeps its value. PyTorch can then
-# raise an error when code reads the old setting, as
-# [Lightning](https://github.com/Lightning-AI/pytorch-lightning/issues/21256) does:
+# raise an error when code reads the old setting.
+# [Lightning](https://github.com/Lightning-AI/pytorch-lightning/issues/21256) reads it, for example:
 
 # %%
 matmul = torch.backends.cuda.matmul

@@ -195,6 +195,17 @@ def test_a_bf16_matmul_of_ones_is_exact_with_and_without_onednn(enabled):
     assert (ones.float() @ ones.float().mT == 1024).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_strided_convolution_is_exact_in_fp32_or_without_onednn(dtype):
+    """AMP0305: in bf16, oneDNN in torch 2.15 gives 128 on a CPU with AMX."""
+    images, kernel = torch.ones(1, 16, 16, 16, dtype=dtype), torch.ones(16, 16, 4, 4, dtype=dtype)
+    before = torch.backends.mkldnn.set_flags(dtype is torch.float32)
+    try:
+        assert (torch.conv2d(images, kernel, stride=4) == 256).all()
+    finally:
+        torch.backends.mkldnn.set_flags(before[0])
+
+
 def test_autocast_casts_the_inputs_of_a_sparse_matmul():
     """AMP0061."""
     matrix, x = torch.eye(4).to_sparse(), torch.ones(4, 2)
