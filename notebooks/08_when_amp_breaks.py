@@ -479,8 +479,8 @@ exercises.check_masked(mask_scores)
 #
 # ### 4. Keep the schedule with the training
 #
-# The loop calls `advance` after `scaler.step(optimizer)`. Complete it: update the scaler, and then call
-# `scheduler.step()`, but not after a skipped step.
+# The loop calls `advance` after `scaler.step(optimizer)`. Complete `advance`: update the scaler, and then call
+# `scheduler.step()` only if the scaler did not skip the step.
 
 
 # %%

@@ -541,8 +541,8 @@ assert warnings_of(lambda: schedule(only_if_stepped=True)) == ""
 assert schedule(only_if_stepped=True) == [1.0, 0.5, 0.25]
 
 # %% [markdown]
-# **Not this.** Do not filter the warning, or call `optimizer.step()` once before the loop to avoid it: the schedule
-# would still be ahead.
+# **Not this.** Do not filter the warning. Do not call `optimizer.step()` once before the loop either. In both cases,
+# the schedule would still be ahead.
 
 # %%
 with warnings.catch_warnings(action="ignore"):

@@ -153,12 +153,13 @@ print(message)
 assert "of order 2.0 for gradients from `parameters` is non-finite" in message
 
 # %% [markdown]
-# **Why.** A gradient is infinite or NaN, or so large that the norm is infinite. With `error_if_nonfinite=True`, this
-# raises an error. With a `GradScaler`, an overflow now and then is normal: `scaler.step` skips the step, and
-# `scaler.update` lowers the scale.
+# **Why.** A gradient is infinite or NaN, or so large that the norm is infinite. With `error_if_nonfinite=True`,
+# `clip_grad_norm_` raises an error for such a norm. With a `GradScaler`, an overflow now and then is normal:
+# `scaler.step` skips the step, and `scaler.update` lowers the scale.
 #
 # **The fix.** With a `GradScaler`, pass `error_if_nonfinite=False` (PyTorch's default), and let the scaler skip the
-# step. Without a scaler, no step is skipped, so keep `error_if_nonfinite=True` and find the cause.
+# step. If you train without a scaler, the optimizer also steps with infinite or NaN gradients, so keep
+# `error_if_nonfinite=True` and find the cause.
 # <!-- tests/notebooks/test_07_training_recipes.py -->
 
 # %%

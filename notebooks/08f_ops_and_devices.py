@@ -504,7 +504,8 @@ assert q.dtype is torch.float32
 # %% [markdown]
 # **Why.** This kernel takes only fp16 and bf16, and autocast does not cast the inputs of [`flash-attn`'s
 # functions](https://github.com/Dao-AILab/flash-attention/blob/main/flash_attn/flash_attn_interface.py).
-# Usually an fp32 model runs without autocast, or a norm or a rotary embedding returns q and k in fp32.
+# There are two usual causes: an fp32 model runs without autocast, or a norm or rotary embedding returns q and k in
+# fp32.
 #
 # **The fix.** Cast q, k and v to one 16-bit dtype right before the call. Or call
 # `F.scaled_dot_product_attention` under autocast, which casts q, k and v. For inference with transformers,

@@ -135,8 +135,8 @@ _ = figures.sqnr_by_format(errors)
 # | format | ruined values |
 # |---|---|
 # | `fp8` | the whole tensor |
-# | `nvfp4` | the whole tensor, because all blocks share one more scale in fp32 |
-# | `fp8-rowwise` | each row |
+# | `nvfp4` | the whole tensor: the scales of the other blocks would be too small for E4M3 |
+# | `fp8-rowwise` | each row, so here the whole tensor too |
 # | `fp8-1x128`, `mxfp8`, `mxfp4` | one block in each row |
 #
 # We check this, and print the bits per value, including the scales of the blocks:
@@ -178,9 +178,9 @@ assert at_100["mxfp4"] < at_100["nvfp4"] < alone["nvfp4"] - 5
 # | *dgrad*, the gradient of `x` | `grad @ weight` | (rows, out) @ (out, in) | out |
 # | *wgrad*, the gradient of `weight` | `grad.T @ x` | (out, rows) @ (rows, in) | rows |
 #
-# We form the blocks along the dimension that a matmul sums over, so that the scale of a block multiplies a part of
-# one sum. `weight`, for example, is in two matmuls: we round it in blocks along *in* for the forward matmul, and in
-# blocks along *out* for dgrad.
+# A block has to lie along the dimension that its matmul sums over. But each tensor is in two matmuls. For example, the
+# forward matmul sums over *in*, and dgrad sums over *out*. So we round `weight` twice: in blocks along *in* for the
+# forward matmul, and in blocks along *out* for dgrad.
 #
 # Everything else is in fp32, such as the sums and the weights that the optimizer updates.
 
@@ -280,7 +280,8 @@ _ = figures.loss_from_fp32(losses)
 
 # %% [markdown]
 # The figure shows how far the smoothed loss of each format is above the fp32 loss with the same seed. Each line is
-# the mean over three seeds. The grey band shows how far the fp32 losses of the three seeds are from their mean.
+# the mean over three seeds, and the vertical bars are the range. The grey band shows how much the fp32 loss itself
+# depends on the seed.
 #
 # Here, FP8 and MXFP8 learn as well as fp32. The four-bit formats learn slightly less. FP8 without a scale
 # learns much less:

@@ -178,7 +178,7 @@ print(f"two seeds in fp32 differ by up to {between_seeds:.2g}")
 # logits have a value for each token and each entry. Suppose that we train under bf16 autocast in eager mode, with
 # `.float()`. At the peak of the backward pass, four tensors of this shape are in memory:
 #
-# - `logits` in bf16;
+# - `logits` in bf16 (the fp32 copy that `.float()` made is already freed);
 # - the log-softmax in fp32;
 # - the gradient of the log-softmax in fp32;
 # - the gradient of the logits in fp32.
@@ -327,8 +327,8 @@ assert stayed[1e-3] > 0.5
 # %% [markdown]
 # Neighbouring [normal bf16 numbers](01_number_formats.ipynb) are 0.4 to 0.8 % apart. If a change is less than half
 # of this distance, rounding restores the old value. Here, this happens to most values if the update is a
-# thousandth of the weight, so a large part of the update is lost. At a hundredth of the weight, rounding up and down
-# nearly cancel, so almost the whole update is left. To keep the update, **keep the adapter separate, or
+# thousandth of the weight, so a large part of the update is lost. At a hundredth of the weight, the rounding errors of
+# the values nearly cancel, so the update is kept as a whole. To keep the update, **keep the adapter separate, or
 # merge into a copy in fp32**. If the result has to be bf16, compute the sum in fp32, to round only once.
 #
 # ## The same prompt, another text

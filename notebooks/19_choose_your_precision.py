@@ -60,7 +60,7 @@ assert report.values["bf16"].input_bits == 8
 # - **sums**: the largest error that we found in a sum of products, in *ulp*. One ulp is the distance from the
 #   result to the next number of its dtype. In bf16, this distance is much larger than in fp32.
 #
-# `amp-lab doctor` also prints the speeds.
+# `amp-lab doctor` also prints the speed of a matmul in each precision.
 # <!-- tests/core/test_device.py --> <!-- tests/cli/test_cli.py -->
 #
 # ## The decision
