@@ -127,17 +127,19 @@ errors = {
 _ = figures.sqnr_by_format(errors)
 
 # %% [markdown]
-# The figure shows the SQNR of all values except the outliers. Without an outlier, the element decides: the SQNR is
-# 31 to 32 dB in E4M3 (an error of 3 %), and 19 to 20 dB in E2M1 (about 10 %).
+# The figure shows the SQNR of all values except the outliers. Without an outlier, the SQNR depends on the format of
+# the elements: it is 31 to 32 dB in E4M3 (an error of 3 %), and 19 to 20 dB in E2M1 (about 10 %).
 #
 # With the outlier channel, each row has one outlier. The outlier ruins the values that share its scale:
 #
 # | format | ruined values |
 # |---|---|
-# | `fp8` | the whole tensor |
-# | `nvfp4` | the whole tensor: the scales of the other blocks would be too small for E4M3 |
+# | `fp8`, `nvfp4` | the whole tensor |
 # | `fp8-rowwise` | each row, so here the whole tensor too |
 # | `fp8-1x128`, `mxfp8`, `mxfp4` | one block in each row |
+#
+# In `nvfp4`, the outlier sets the second scale, which all blocks share. This scale is so large that nearly all values of
+# the other blocks become zero.
 #
 # We check this, and print the bits per value, including the scales of the blocks:
 
@@ -178,9 +180,9 @@ assert at_100["mxfp4"] < at_100["nvfp4"] < alone["nvfp4"] - 5
 # | *dgrad*, the gradient of `x` | `grad @ weight` | (rows, out) @ (out, in) | out |
 # | *wgrad*, the gradient of `weight` | `grad.T @ x` | (out, rows) @ (rows, in) | rows |
 #
-# A block has to lie along the dimension that its matmul sums over. But each tensor is in two matmuls. For example, the
-# forward matmul sums over *in*, and dgrad sums over *out*. So we round `weight` twice: in blocks along *in* for the
-# forward matmul, and in blocks along *out* for dgrad.
+# The scale of a block multiplies a part of a sum, so a block has to lie along the dimension that its matmul sums over.
+# But each tensor is in two matmuls. For example, the forward matmul sums over *in*, and dgrad sums over *out*. So we
+# round `weight` twice: in blocks along *in* for the forward matmul, and in blocks along *out* for dgrad.
 #
 # Everything else is in fp32, such as the sums and the weights that the optimizer updates.
 
