@@ -95,7 +95,7 @@ assert loss_in(torch.float16, model).isnan()
 #
 # **The fix.** If inf or NaN appears only in fp16, use bf16, which has nearly the range of fp32. Or run the layers that
 # overflow in fp32: switch autocast off around them, and cast their inputs with `.float()`. If NaN appears in fp32 too,
-# look for NaN in the data, and find the op that makes the NaN with `amp_lab.numerics.find_nonfinite`.
+# look for NaN in the data, and use `amp_lab.numerics.find_nonfinite` to find the op that produces the NaN.
 #
 # The next matmul casts its input to fp16 again, so the values must be small there. Here, the normalisation makes
 # them small. <!-- tests/notebooks/test_08a_values.py -->
@@ -169,8 +169,9 @@ print(added)
 assert added[0].isnan().all()
 
 # %% [markdown]
-# **Why.** The constant, often -1e9, does not fit into the tensor's dtype, so `masked_fill` can refuse it. In fp16,
-# addition and `torch.where` give -inf instead, and the softmax of a row of -inf is NaN. <!-- tests/notebooks/test_08a_values.py -->
+# **Why.** The constant, often -1e9, does not fit into the tensor's dtype, so `masked_fill` can raise an error. In
+# fp16, addition and `torch.where` give -inf instead, and the softmax of a row of -inf is NaN. <!--
+# tests/notebooks/test_08a_values.py -->
 #
 # **The fix.** Use a constant that fits, such as `torch.finfo(scores.dtype).min` for a mask.
 
@@ -299,13 +300,13 @@ assert probabilities.argmax() == 0  # so greedy decoding chooses token 0
 
 # %% [markdown]
 # **Why.** The logits are usually inf or NaN, for example because the model was trained in bf16 and its hidden values
-# overflow in fp16. `Categorical` can also refuse finite 16-bit probabilities (`Simplex()`), because their rounded sum
-# is too far from 1.
+# overflow in fp16. `Categorical` can also raise an error (`Simplex()`) for finite 16-bit probabilities, because their
+# rounded sum is too far from 1.
 # <!-- tests/notebooks/test_08a_values.py -->
 #
 # **The fix.** Load the model in the dtype in which it was trained, such as `dtype=torch.bfloat16`. On a GPU without
 # bf16, use fp32, or keep the layers that overflow in fp32. If the logits are still not finite, look for NaN in the
-# weights. If they are finite, pass `logits.float()` or `probs.float()` to the distribution.
+# weights. If the logits are finite, pass `logits.float()` or `probs.float()` to the distribution.
 
 # %%
 assert torch.multinomial(logits_in(torch.bfloat16).softmax(-1), 1).item() in (0, 1)
@@ -393,7 +394,7 @@ for dtype in (torch.float32, torch.float16, torch.bfloat16):
 
 # %% [markdown]
 # **Why.** In 16 bits `1 - 1e-6` rounds to 1, so the clamp leaves a `p` of 1 as it is. In fp16 `1e-8` rounds to 0, so
-# it does not help to add it to `p`. The logarithm of 0 is -inf, and 0 times -inf is NaN.
+# adding `1e-8` to `p` does not help. The logarithm of 0 is -inf, and 0 times -inf is NaN.
 #
 # **The fix.** Compute the loss from logits: `F.binary_cross_entropy_with_logits`, `F.cross_entropy` or
 # `F.logsigmoid`. If the formula needs probabilities, compute them in fp32, `logits.float().sigmoid()`, with an
@@ -506,7 +507,8 @@ assert not all(buffer.isfinite().all() for buffer in model.buffers())
 
 # %% [markdown]
 # **Why.** A batch that overflowed has made the running mean or variance of batch normalisation inf or NaN. A skipped
-# optimizer step does not protect these buffers. Training mode normalises without them, but evaluation uses them.
+# optimizer step does not protect these buffers. Training mode normalises without these buffers, but evaluation uses
+# them.
 #
 # **The fix.** Measure the running statistics again on good batches, with `torch.optim.swa_utils.update_bn(loader,
 # model, device)`. Then repair the overflow.
@@ -557,7 +559,7 @@ print(message_of(lambda: masked_step(torch.amp.GradScaler("cpu", init_scale=2.0*
 
 # %% [markdown]
 # **Why.** By default, `GradScaler` raises the scale until gradients overflow, and infinity times 0 is NaN. Anomaly
-# detection does not know that the scaler will skip this step.
+# detection stops at this NaN, although the scaler would skip the step.
 #
 # **The fix.** Search for the NaN with a scale of 1 that does not grow: `GradScaler(init_scale=1.0,
 # growth_interval=10**9)`. If the error remains, or if you use no scaler, the scale is not the cause: repair the op that the message names.
@@ -566,8 +568,8 @@ print(message_of(lambda: masked_step(torch.amp.GradScaler("cpu", init_scale=2.0*
 assert masked_step(torch.amp.GradScaler("cpu", init_scale=1.0)).tolist() == [0.0, 1.0]
 
 # %% [markdown]
-# **Not this.** Do not leave the scaler out of a run in fp16 because of this message: small gradients then become
-# zero. Switch anomaly detection off instead.
+# **Not this.** Do not remove the scaler from an fp16 run because of this message: small gradients then become zero.
+# Switch anomaly detection off instead.
 
 # %% [markdown]
 # ## Further reading

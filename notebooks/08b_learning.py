@@ -339,8 +339,8 @@ assert after_updates(model) == 1.0
 # **Why.** When a PyTorch optimizer updates a bf16 weight, an update smaller than about 0.2 % of the weight is rounded
 # away (in fp16 0.02 %).
 #
-# **The fix.** Keep the weights that you train in fp32 and let autocast use bf16: call `model.float()` before you
-# create the optimizer, and load a bf16 checkpoint without `assign=True`.
+# **The fix.** Keep the trainable weights in fp32 and use bf16 autocast: call `model.float()` before you create the
+# optimizer, and load a bf16 checkpoint without `assign=True`.
 #
 # If fp32 weights do not fit into memory, use [an optimizer for bf16
 # weights](16_low_precision_state.ipynb#Weights-in-bf16) that does not lose small updates.
@@ -391,8 +391,8 @@ assert str(broken) == "[nan, -inf]"
 # Adam's epsilon of 1e-8 become 0, so by default Adam divides by 0. A gradient of 0 then gives 0/0 = NaN, and a small
 # gradient gives an infinite update. <!-- tests/notebooks/test_08a_values.py -->
 #
-# **The fix.** Keep the weights that you train in fp32: call `model.float()` instead of `model.half()` before you
-# create the optimizer, and let autocast cast the weights.
+# **The fix.** Keep the trainable weights in fp32: call `model.float()` instead of `model.half()` before you create the
+# optimizer, and let autocast cast the weights.
 
 # %%
 still, moved = first_step(torch.ones(2), [0.0, 1e-4])

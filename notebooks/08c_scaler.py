@@ -314,10 +314,10 @@ for calls, message in messages.items():
 assert len(set(messages.values())) == 7
 
 # %% [markdown]
-# **Why.** An enabled scaler expects its methods in a fixed order. Until `update`, it refuses a second `unscale_` or
-# `step` of the same optimizer, and `unscale_` after `step`. It can also refuse a call that comes too early. After
-# `unscale_` or `step`, you cannot pickle the scaler before `update`. `update` also fails if the `step` of a fused
-# optimizer found no gradients.
+# **Why.** An enabled scaler expects its methods in a fixed order. Until `update`, the scaler refuses a second
+# `unscale_` or `step` of the same optimizer, or `unscale_` after `step`. It can also refuse a call that comes too
+# early. You cannot pickle the scaler between `unscale_` or `step` and the next `update`. `update` also fails if the
+# `step` of a fused optimizer found no gradients.
 # <!-- tests/notebooks/test_08c_scaler.py -->
 #
 # **The fix.** For [every optimizer step](https://docs.pytorch.org/docs/stable/notes/amp_examples.html), call
@@ -374,8 +374,8 @@ assert math.isnan(weight_after_step(torch.optim.Adam, by_scaler=False, gradient=
 
 # %% [markdown]
 # **Why.** After `scaler.scale(loss).backward()` the gradients are multiplied by the scale, which by default starts at
-# 65536. `scaler.step(optimizer)` divides them by the scale if `unscale_` has not done so yet. If one of them is infinite
-# or NaN, it skips the step. `optimizer.step()` does neither. Adam's steps hardly depend on the size of the
+# 65536. `scaler.step(optimizer)` divides them by the scale if `unscale_` has not done so yet. It skips the step if a
+# gradient is infinite or NaN. `optimizer.step()` does neither. Adam's steps hardly depend on the size of the
 # gradients, but an infinite gradient makes its weight NaN.
 #
 # **The fix.** Replace every `optimizer.step()` by `scaler.step(optimizer)`, and call `scaler.update()` after
@@ -446,8 +446,8 @@ assert "Closure use is not currently supported if GradScaler is enabled." in mes
 # call the first of its two steps without the scaler. If gradients overflow, this step is not skipped, so the
 # weights can become NaN. <!-- tests/notebooks/test_08c_scaler.py -->
 #
-# **The fix.** Use bf16 or fp32 with `GradScaler(enabled=False)`, which passes the closure on to the optimizer, or in
-# Lightning `precision="bf16-mixed"`. <!-- tests/notebooks/test_08c_scaler.py -->
+# **The fix.** Use bf16 or fp32 with `GradScaler(enabled=False)`, which passes the closure on to the optimizer. In
+# Lightning, use `precision="bf16-mixed"`. <!-- tests/notebooks/test_08c_scaler.py -->
 #
 # In bf16, our loss falls:
 

@@ -88,8 +88,8 @@ assert moved < 2e-5
 
 # %% [markdown]
 # **Why.** The gradients were clipped or logged while they were still multiplied by the loss scale, such as 65536.
-# `scaler.step` then divides clipped gradients by the scale, so they become almost zero. If the scale doubles or
-# halves, so does the logged norm. <!-- tests/notebooks/test_08d_loop_and_resume.py -->
+# `scaler.step` then divides clipped gradients by the scale, so they become almost zero. The logged norm doubles or
+# halves with the scale. <!-- tests/notebooks/test_08d_loop_and_resume.py -->
 #
 # **The fix.** Call `scaler.unscale_(optimizer)` after the last backward pass of a step, before you clip or log
 # gradients.
@@ -218,8 +218,8 @@ assert stuck[0] == stuck[1] == stuck[2]
 #
 # The copies also become outdated if you load other weights, such as averages (EMA), inside a block.
 #
-# **The fix.** Open one autocast block for each forward pass, and none around the loop. End the block
-# before you step, evaluate, or load other weights.
+# **The fix.** Open one autocast block for each forward pass, not one around the loop. End the block before you step,
+# evaluate, or load other weights.
 #
 # If a library opens the outer block, call `torch.clear_autocast_cache()` after each change of the weights.
 

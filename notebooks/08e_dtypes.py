@@ -407,10 +407,9 @@ for options in ({}, {"cast_inputs": torch.float32}):
     assert torch.equal(backward_through(decorated(**options)), torch.full((1, 2, 2), 2.0))
 
 # %% [markdown]
-# Your own activation checkpointing has a similar problem: if it stores only whether autocast was on,
-# `backward()` recomputes the layers in autocast's default dtype, which is fp16 on CUDA. Use
-# `torch.utils.checkpoint.checkpoint(…, use_reentrant=False)` instead. <!--
-# tests/remedies/test_migrate_remedies.py -->
+# If you wrote your own activation checkpointing, check that it stores the dtype of autocast. If it stores only whether
+# autocast was on, `backward()` recomputes the layers in the default dtype, which is fp16 on CUDA. Use
+# `torch.utils.checkpoint.checkpoint(…, use_reentrant=False)` instead. <!-- tests/remedies/test_migrate_remedies.py -->
 
 
 # %% [markdown]
@@ -481,8 +480,8 @@ assert "Unexpected floating ScalarType in at::autocast::prioritize" in messages[
 
 # %% [markdown]
 # **Why.** An op gets an fp16 tensor and a bf16 tensor, or it gets bf16 tensors in an fp16 autocast block (or
-# the reverse). If the weights are in fp32, look for nested blocks, one in fp16 and one in bf16: they share a
-# cache of cast weights, so the inner block uses the outer block's copies.
+# the reverse). If the weights are in fp32, look for a bf16 block inside an fp16 block, or the reverse. Both blocks
+# share a cache of cast weights, so the inner block uses the outer block's copies.
 #
 # The message with `prioritize` comes from an op that autocast runs in the widest dtype of its inputs
 # ([notebook 02](02_autocast_dtypes.ipynb)), such as `cat` on a CPU. <!-- tests/notebooks/test_08e_dtypes.py

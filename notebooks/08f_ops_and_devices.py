@@ -261,9 +261,8 @@ print(warnings_of(lambda: torch.autocast("mps", dtype=torch.float32)))
 
 # %% [markdown]
 # **Why.** `torch.autocast` takes the type of a device as a string, such as `"cuda"`, `"cpu"`, `"mps"` or
-# `"xpu"`. For some types, such as `"meta"`, there is no autocast. On a CPU, MPS or XPU, the dtype has to be
-# fp16 or bf16. With another dtype, autocast warns and switches itself off. <!--
-# tests/notebooks/test_08f_ops_and_devices.py -->
+# `"xpu"`. Some types, such as `"meta"`, have no autocast. On a CPU, MPS or XPU, the dtype has to be fp16 or bf16. With
+# another dtype, autocast warns and switches itself off. <!-- tests/notebooks/test_08f_ops_and_devices.py -->
 #
 # **The fix.** Pass `tensor.device.type`, not `tensor.device`. On an AMD GPU the type is
 # [`"cuda"`](https://docs.pytorch.org/docs/stable/notes/hip.html), not `"hip"`. If a 16-bit dtype is refused,

@@ -144,9 +144,9 @@ print("in the thread:", *found)
 assert found == (torch.float32, torch.bfloat16)
 
 # %% [markdown]
-# **Why.** Autocast's switch and its dtype belong to one thread. A new thread starts with autocast off and with
-# the default dtype, which is fp16 on CUDA. With several GPUs, `nn.DataParallel` starts a thread for each GPU and
-# enters autocast there without a dtype, so bf16 becomes fp16. <!-- tests/notebooks/test_08g_speed_and_memory.py -->
+# **Why.** Autocast and its dtype are set separately in each thread. A new thread starts with autocast off and with the
+# default dtype, which is fp16 on CUDA. With several GPUs, `nn.DataParallel` starts a thread for each GPU and enters
+# autocast there without a dtype, so bf16 becomes fp16. <!-- tests/notebooks/test_08g_speed_and_memory.py -->
 #
 # **The fix.** Enter autocast with its dtype inside the function that the thread runs, or decorate the
 # model's `forward` with `torch.autocast`. Replace `nn.DataParallel` by `DistributedDataParallel`,
@@ -267,8 +267,8 @@ assert torch.tensor(1.0).half() + 1e-4 == 1  # an update of an fp16 weight
 #
 # **What you see.** The peak memory of a training step is about the same as in fp32, or higher.
 #
-# **A small example.** The weights are large, and the batch is a single example. We
-# add up what the forward pass saves for the backward pass, without the parameters.
+# **A small example.** The weights are large, and the batch has only one sample. We add up what the forward pass saves
+# for the backward pass, without the parameters.
 
 
 # %%
@@ -562,8 +562,8 @@ print(f"tensors held by three losses: {losses}, by three numbers: {numbers}")
 assert losses > numbers == 0
 
 # %% [markdown]
-# **Why.** A loss or an output that you keep holds its graph, and until `backward` the graph holds activations
-# of its batch. Even without a graph, the logits that you keep can fill the memory.
+# **Why.** If you keep a loss or an output, its graph stays in memory too. Until `backward`, this graph keeps
+# activations of its batch. Even without a graph, the logits that you keep can fill the memory.
 #
 # **The fix.** Evaluate under `torch.inference_mode()`, add up `loss.item()`, and keep
 # `logits.argmax(-1).cpu()` in place of the logits. In [transformers'

@@ -251,14 +251,14 @@ assert all("mix of the legacy and new APIs" in message for message in messages)
 
 # %% [markdown]
 # **Why.** PyTorch has old names (`allow_tf32`) and new names (`fp32_precision`) for its [TF32
-# switches](19_choose_your_precision.ipynb#What-fp32-means). Setting a new name does not change the old one, and
-# if the two contradict each other, reading the old name raises an error. Calling
+# switches](19_choose_your_precision.ipynb#What-fp32-means). Setting a new name does not change the old name. If the
+# two names contradict each other, reading the old name raises an error. Calling
 # `torch.set_float32_matmul_precision("high")` and then setting `allow_tf32 = False` can cause the error too. <!--
 # tests/notebooks/test_08h_compile_and_processes.py -->
 #
-# **The fix.** Set TF32 for matmuls only with `torch.set_float32_matmul_precision`, which changes the old and the new
-# name, and for convolutions with `torch.backends.cudnn.allow_tf32`. Do not set `fp32_precision` while any
-# library reads the old names. You can ignore the warning (`Please use the new API settings`).
+# **The fix.** For matmuls, set TF32 only with `torch.set_float32_matmul_precision`, which changes the old and the new
+# name. For convolutions, use `torch.backends.cudnn.allow_tf32`. Do not set `fp32_precision` while any library reads
+# the old names. You can ignore the warning (`Please use the new API settings`).
 
 # %%
 for mode, new_name, is_tf32 in (("high", "tf32", True), ("highest", "ieee", False)):
@@ -324,8 +324,8 @@ print(message_of(lambda: torch.amp.custom_fwd(make)))
 # later raises an error in `full()`. <!-- tests/notebooks/test_08h_compile_and_processes.py -->
 #
 # **The fix.** Write `torch.autocast("cuda", dtype=torch.float16)`, `torch.amp.GradScaler("cuda")` and
-# `@torch.amp.custom_fwd(device_type="cuda")`, or `"cpu"` instead of `"cuda"`. `amp-lab migrate` can rewrite the
-# old names. If the warning comes from a library, update the library. <!-- tests/migrate/test_torch_amp.py -->
+# `@torch.amp.custom_fwd(device_type="cuda")`. For the CPU, replace `"cuda"` by `"cpu"`. `amp-lab migrate` can rewrite
+# the old names. If the warning comes from a library, update the library. <!-- tests/migrate/test_torch_amp.py -->
 
 # %%
 assert warnings_of(lambda: torch.autocast("cuda", dtype=torch.float16, enabled=False)) == ""
@@ -463,11 +463,10 @@ assert old.startswith("Must flatten tensors with uniform dtype but got")
 # FSDP2 in [older versions of torch](https://github.com/pytorch/pytorch/pull/154103), need this dtype for the
 # frozen parameters of the unit too.
 #
-# **The fix.** Cast the trained weights (or all weights, if frozen ones count too) to fp32 before you wrap the
-# model, and let FSDP cast them for the computation, as with `MixedPrecisionPolicy(param_dtype=torch.bfloat16)`.
-# Or first wrap each module that has another dtype as a separate unit. With QLoRA, set
-# [`bnb_4bit_quant_storage`](https://huggingface.co/docs/bitsandbytes/fsdp_qlora) to the dtype of the other
-# weights.
+# **The fix.** Before you wrap the model, cast the trained weights to fp32 (or all weights, if frozen ones count too).
+# Let FSDP cast the weights for the computation, as with `MixedPrecisionPolicy(param_dtype=torch.bfloat16)`. Or first
+# wrap each module that has another dtype as a separate unit. With QLoRA, set
+# [`bnb_4bit_quant_storage`](https://huggingface.co/docs/bitsandbytes/fsdp_qlora) to the dtype of the other weights.
 
 # %%
 with group_of_one():

@@ -293,7 +293,7 @@ exercises.check_lost_steps(lost_steps)
 # ### 2. Count the casts
 #
 # Under autocast to fp16, an fp32 input goes through three linear layers with bias. A ReLU follows each of
-# the first two layers. The code casts nothing by hand. How many casts does the forward pass have?
+# the first two layers. The code contains no explicit casts. How many casts does the forward pass have?
 
 # %%
 casts_in_forward = ...

@@ -297,8 +297,8 @@ for name in ("mxfp4", "nvfp4"):
     assert mean["fp32"] - max(between_seeds, 0.05) < mean[name] < mean["fp8, no scale"] - 0.1
 
 # %% [markdown]
-# **Do not start a large run in a format that learns much less in a short test.** A format that passes can still
-# [fail in a long training of a large model](https://arxiv.org/abs/2409.12517).
+# **Do not start a large run in a format that learns much less in a short test.** A format that passes this test can
+# still [fail in a long training of a large model](https://arxiv.org/abs/2409.12517).
 #
 # **Keep some layers in 16 bits**: [embeddings, the head and norms](https://arxiv.org/abs/2412.19437), and layers
 # whose error is large. `rehearse` finds such layers.

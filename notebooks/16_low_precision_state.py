@@ -486,8 +486,8 @@ exercises.check_bytes(bytes_each)
 #
 # ### 4. Store squares without a zero
 #
-# Complete the function. The step of a row is a 256th of its largest value. Round each of the positive
-# squares to the nearest multiple of its row's step, but never to zero.
+# Complete the function. The step of a row is a 256th of its largest value. Round each positive square to the nearest
+# multiple of the step of its row. If this gives zero, use one step.
 
 
 # %%

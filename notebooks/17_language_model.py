@@ -103,11 +103,11 @@ result
 #
 # - **The residual stream**: the embedding is fp32, and bf16 plus fp32 gives fp32.
 # - **The norms**: they read the residual stream.
-# - **The rotations**: their cosines are fp32. The model casts the result back to bf16 with
-#   `.to(x.dtype)`.
+# - **The rotary embeddings**: bf16 queries and keys times fp32 cosines give fp32. The model casts the result back to
+#   bf16 with `.to(x.dtype)`.
 #
-# **Call `.float()` on the logits** before the loss, as `lm.loss_of` does. Otherwise, the loss is less accurate: CUDA in eager mode [rounds
-# the log-softmax to bf16](09_xray_your_model.ipynb#The-surprise-in-cross-entropy).
+# **Call `.float()` on the logits** before the loss, as `lm.loss_of` does. Otherwise, the loss is less accurate: on
+# CUDA in eager mode, PyTorch [rounds the log-softmax to bf16](09_xray_your_model.ipynb#The-surprise-in-cross-entropy).
 #
 # **With Hugging Face's library, choose the dtype when you load a model**: `from_pretrained(…, dtype=…)`.
 #
