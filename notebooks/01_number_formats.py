@@ -169,7 +169,7 @@ assert (inf - inf).isnan()
 assert ((inf * 0) + 1).isnan()
 
 # %% [markdown]
-# fp16 returns infinity from 65520 on. Smaller numbers are rounded down to 65504. bf16 does not overflow
+# fp16 returns infinity from 65520 on. It rounds numbers between 65504 and 65520 down to 65504. bf16 does not overflow
 # here, but it rounds the first three numbers to 65536.
 #
 # Infinity often becomes NaN (*not a number*) in later ops, such as infinity minus infinity.

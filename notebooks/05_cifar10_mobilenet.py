@@ -298,10 +298,9 @@ assert list(kind_times) == list(KINDS)
 #
 # ## Resume: to the last bit
 #
-# A checkpoint has to hold everything that changes during a run: the network, the optimizer, the
-# schedule, the scaler, the number of epochs done, and the states of the random number generators that
-# dropout uses. We check that a resumed run ends with *the same weights, bit for bit*, as an uninterrupted
-# run.
+# A checkpoint has to hold everything that changes during a run: the network, the optimizer, the schedule, the scaler
+# and the number of finished epochs. Dropout also needs the states of the random number generators. We check that a
+# resumed run ends with *the same weights, bit for bit*, as an uninterrupted run.
 #
 # We use a tiny run of 16 steps in fp16, on digits of 8x8 pixels
 # ([`course/tiny_run.py`](course/tiny_run.py)). Its loss scale starts far too high, so the scaler has

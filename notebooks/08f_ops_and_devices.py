@@ -569,9 +569,9 @@ print(message_of(lambda: xray(FlashOnly(), tokens, dtype=torch.float32)).split("
 # flash attention and cuDNN kernels need an Ampere GPU or newer, and support only fp16 and bf16. If training works,
 # the cause is often a call outside autocast, with fp32 inputs, for example in the evaluation.
 #
-# **The fix.** Run the call under autocast, or cast q, k and v to fp16 or, on Ampere or newer, bf16. If you need
-# fp32 or have an older GPU, also allow `SDPBackend.EFFICIENT_ATTENTION`. If no other kernel supports your call,
-# allow `SDPBackend.MATH`. <!-- tests/tracing/test_kernel_limits.py -->
+# **The fix.** Run the call under autocast, or cast q, k and v to a 16-bit dtype: fp16, or bf16 if the GPU is Ampere or
+# newer. If you need fp32 or have an older GPU, also allow `SDPBackend.EFFICIENT_ATTENTION`. If no other kernel
+# supports your call, allow `SDPBackend.MATH`. <!-- tests/tracing/test_kernel_limits.py -->
 #
 # With `dtype=torch.bfloat16`, X-ray checks the model under autocast. Then no error is raised:
 
