@@ -413,7 +413,7 @@ def test_8_bit_adam_of_torchao_and_its_state():
     expected = saved["state"][0]["exp_avg"].dequantize()
     ordinary = torch.optim.AdamW(model.parameters())
     names = {"saved": saved, "optimizer": ordinary}
-    exec(program("Can I resume with 8-bit Adam from a state of AdamW, or back?"), names)
+    exec(program("Can I switch between AdamW and 8-bit Adam when I resume?"), names)
     assert torch.equal(ordinary.state[model[0].weight]["exp_avg"], expected.bfloat16())
     step(model, ordinary)
 
