@@ -278,7 +278,7 @@ assert inference_flops < 0.5 * training_flops  # the backward pass is most of a 
 #
 # Autograd saves tensors for the backward pass. `saved_bytes` adds up the sizes of these tensors, except the
 # parameters, with [hooks](https://docs.pytorch.org/tutorials/intermediate/autograd_saved_tensors_hooks_tutorial.html).
-# On most GPUs, `measure` also reads the peak memory of the whole step. <!-- tests/core/test_timing.py -->
+# On most GPUs, `measure` also returns the peak memory of the step. <!-- tests/core/test_timing.py -->
 
 # %% tags=["nbval-ignore-output"]
 saved_mib, peak_mib = {}, {}

@@ -518,7 +518,7 @@ torch.optim.swa_utils.update_bn([batches[0], batches[2], batches[3]], model)
 assert model.eval()(x).isfinite()
 
 # %% [markdown]
-# **Notice the failure earlier.** Before each checkpoint, check
+# **Notice the failure earlier.** Before you save a checkpoint, check that the running statistics are finite:
 # `all(b.isfinite().all() for name, b in model.named_buffers() if "running" in name)`.
 
 # %% [markdown]

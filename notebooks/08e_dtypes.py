@@ -559,8 +559,8 @@ assert torch.tensor(1e5).bfloat16().half() == torch.inf  # why not to convert bf
 # - `expected target dtype to be Long or Byte, but got Float`, raised by `cross_entropy` on a CPU if the class
 #   targets are floats
 #
-# **A small example.** We pass float64, int64 and uint8 arrays to layers and to a loss. Then
-# we pass float targets to `cross_entropy`, and a float64 input to a layer under autocast.
+# **A small example.** We pass arrays in float64, int64 and uint8 to layers and to a loss. Then we pass float targets
+# to `cross_entropy`, and a float64 input to a layer under autocast.
 
 # %%
 huber = lambda target: F.huber_loss(x.clone().requires_grad_(), target).backward()  # noqa: E731

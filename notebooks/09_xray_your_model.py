@@ -99,7 +99,7 @@ class Tracer(TorchDispatchMode):
 # **Pretend to have the device.** Autocast does not look at values. It looks at the op, its dtypes and options, and
 # the type of the device. A [*fake
 # tensor*](https://docs.pytorch.org/docs/stable/user_guide/torch_compiler/torch.compiler_fake_tensor.html)
-# has a dtype and a device but no data, so the device need not exist. We cannot use `torch.autocast("cuda")`, which
+# has a dtype and a device, but no data. So the device need not exist. We cannot use `torch.autocast("cuda")`, which
 # [checks](https://github.com/pytorch/pytorch/blob/main/torch/amp/autocast_mode.py) for CUDA. So `rules_of` sets
 # autocast's state directly.
 

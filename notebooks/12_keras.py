@@ -114,10 +114,10 @@ assert layers.Dense(3).compute_dtype == "float16"
 # CUDA](https://docs.pytorch.org/docs/stable/amp.html#cuda-op-specific-behavior), by default, it runs a matrix
 # multiplication in float16 and a sum in float32. A policy has one compute dtype for a layer.
 #
-# So under `mixed_float16`, a layer that you write computes in float16 by default. Squares of inputs above 256 then
-# overflow. Keras's batch normalization first [casts its input to
-# float32](https://github.com/keras-team/keras/blob/master/keras/src/layers/normalization/batch_normalization.py).
-# Our layer `Energy` does not. We call it under `mixed_float16` and under `float32`:
+# So by default, your own layer computes in float16 under `mixed_float16`. Squares of inputs above 256 then overflow.
+# Keras's batch normalization first [casts its input to
+# float32](https://github.com/keras-team/keras/blob/master/keras/src/layers/normalization/batch_normalization.py). Our
+# layer `Energy` does not. We call it under `mixed_float16` and under `float32`:
 
 
 # %%

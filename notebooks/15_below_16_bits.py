@@ -83,8 +83,9 @@ assert halves[halves >= 0].tolist() == [0, 0.5, 1, 1.5, 2, 3, 4, 6]
 #
 # ## The values that share a scale
 #
-# Above, the largest magnitude determined the scale. If one value is much larger than the others, small values
-# that share its scale may become zero. So it matters which values share a scale: a whole tensor, a row, or a
+# In the first cell, the largest magnitude of the tensor determined the scale. If one value is much larger than the
+# others, small values that share its scale may become zero. So it matters which values share a scale: a whole tensor,
+# a row, or a
 # *block* (neighbours in a row). *MX* (microscaling) is an [open
 # standard](https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf), NVFP4 is
 # [NVIDIA's](https://arxiv.org/abs/2509.25149):

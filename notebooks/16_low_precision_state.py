@@ -293,8 +293,8 @@ assert square == 1
 #
 # Now we round both moments to eight or four bits, in blocks with an fp32 scale. Moments of tensors with fewer
 # than 4,096 values stay in fp32. This limit and the block sizes are those of
-# [torchao](https://github.com/pytorch/ao/blob/main/torchao/optim/adam.py). To keep the code short, we store the rounded
-# values in fp32, which saves no memory. We compare three formats:
+# [torchao](https://github.com/pytorch/ao/blob/main/torchao/optim/adam.py). To keep the code short, we store the
+# rounded values in fp32. So our code saves no memory. We compare three formats:
 # <!-- tests/formats/test_scaling.py -->
 #
 # - *INT8*: evenly spaced numbers from -127 to 127, for both moments;
@@ -379,7 +379,7 @@ assert zeros["INT8"] > 0.1 > zeros["INT8, no zero"] == 0
 # small square as its smallest number.
 #
 # [torchao's low-bit optimizers](https://github.com/pytorch/ao/tree/main/torchao/optim) store the state in few
-# bits. For weights in bf16, set `bf16_stochastic_round=True`:
+# bits. If the weights are in bf16, set `bf16_stochastic_round=True`:
 #
 # ```python
 # from torchao.optim import AdamW8bit

@@ -25,14 +25,16 @@ def check_smallest_scale(scale: float) -> str:
         f"A loss scale is a positive number, and a power of two here; this is {scale!r}.",
     )
     scaled = _GRADIENT * scale
+    rounded = _in_fp16(scaled)
     need(
-        _in_fp16(scaled) > 0,
+        rounded > 0,
         f"2^-26 times {scale:g} is {scaled:.3g}, which fp16 still rounds to 0: "
         "its smallest number is 2^-24, and what is at most half of it becomes 0.",
     )
     lower = scale / 2
+    rounded_lower = _in_fp16(_GRADIENT * lower)
     need(
-        _in_fp16(_GRADIENT * lower) == 0,
+        rounded_lower == 0,
         f"It does survive with {scale:g}, and with {lower:g} as well: go lower.",
     )
     return (
@@ -49,7 +51,8 @@ def check_scale_after(scale: float) -> str:
     optimizer = torch.optim.SGD([weight], lr=0.0)
     history = []
     for step in range(1, 11):
-        loss = (weight * (torch.inf if step in (2, 8) else 1.0)).sum()
+        factor = torch.inf if step in (2, 8) else 1.0
+        loss = (weight * factor).sum()
         optimizer.zero_grad()
         scaler.scale(loss).backward()
         scaler.step(optimizer)
@@ -70,7 +73,8 @@ def check_scale_after(scale: float) -> str:
         f"{scale} is not it. Write the counter of good steps beside each step: at 3 the scale "
         "doubles, at an overflow it halves, and both set the counter back to 0.",
     )
-    return "Scales after each step: " + ", ".join(f"{value:g}" for value in history) + "."
+    scales = ", ".join(f"{value:g}" for value in history)
+    return f"Scales after each step: {scales}."
 
 
 def _clipped_with(step: Callable[..., Any], scale: float) -> tuple[list[torch.Tensor], int]:
@@ -121,9 +125,8 @@ def check_clipped_step(step: Callable[..., Any]) -> str:
         "of 1, and clip before the optimizer takes its step.",
     )
     for a, b in zip(found, right, strict=True):
-        need(
-            torch.allclose(a, b, atol=1e-6), "The weights differ from those of a clipped fp32 step."
-        )
+        is_same = torch.allclose(a, b, atol=1e-6)
+        need(is_same, "The weights differ from those of a clipped fp32 step.")
     need(
         good_steps == 1,
         "The weights are right, but the scaler has not counted a good step: either `update` is "
@@ -139,18 +142,20 @@ def check_resumed(resume: Callable[..., Any]) -> str:
     old.load_state_dict(old.state_dict() | {"scale": 2.0**9, "_growth_tracker": 4})
     state = old.state_dict()
     new = call(resume, state)
-    need(
-        isinstance(new, torch.amp.GradScaler),
-        f"`resumed_scaler` has to return a GradScaler; this is of type {type(new).__name__}.",
-    )
+    kind = type(new).__name__
+    is_scaler = isinstance(new, torch.amp.GradScaler)
+    need(is_scaler, f"`resumed_scaler` has to return a GradScaler; this is of type {kind}.")
     need(new.is_enabled(), "The new scaler is disabled, so it has no scale to go on with.")
     found = new.state_dict()
+    new_scale = found["scale"]
     need(
-        found["scale"] == 2.0**9,
-        f"The new scaler's scale is {found['scale']:g} where the old one had come to 512.",
+        new_scale == 2.0**9,
+        f"The new scaler's scale is {new_scale:g} where the old one had come to 512.",
     )
+    has_counter = found["_growth_tracker"] == 4
+    has_interval = found["growth_interval"] == 5
     need(
-        found["_growth_tracker"] == 4 and found["growth_interval"] == 5,
+        has_counter and has_interval,
         "The scale is right, but the number of good steps or the growth interval is lost, so "
         "the new scaler doubles its scale in another step than the old scaler.",
     )

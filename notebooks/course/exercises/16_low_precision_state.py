@@ -55,8 +55,9 @@ def check_round_stochastically(round_stochastically: Callable[[torch.Tensor], An
                 f"{value} becomes {whole:g}, which is not one of the two whole numbers beside it.",
             )
         mean = float(found.mean())
+        bias = abs(mean - value)
         need(
-            abs(mean - value) < 0.02,
+            bias < 0.02,
             f"{value} becomes {mean:.2f} on average over 20,000 values.",
         )
     return "On average nothing is lost."
@@ -71,18 +72,18 @@ def check_bytes(bytes_each: float) -> str:
     with_own_scales = three_bf16 + 2 * (moment + scale)
     with_one_moment = three_bf16 + moment + shared_scale
     right = three_bf16 + 2 * (moment + shared_scale)
+    forgot_scales = math.isclose(bytes_each, without_scales)
     need(
-        abs(bytes_each - without_scales) > 1e-9,
+        not forgot_scales,
         "Add the scales: each moment has four bytes for every 256 values.",
     )
+    gave_each_a_scale = math.isclose(bytes_each, with_own_scales)
     need(
-        abs(bytes_each - with_own_scales) > 1e-9,
+        not gave_each_a_scale,
         "A scale is shared: it costs a value 4 / 256 bytes, and not 4.",
     )
-    need(
-        abs(bytes_each - with_one_moment) > 1e-9,
-        "That is one moment, and Adam has two.",
-    )
+    forgot_a_moment = math.isclose(bytes_each, with_one_moment)
+    need(not forgot_a_moment, "That is one moment, and Adam has two.")
     need(
         abs(bytes_each - right) < 1e-3,
         f"It is not {bytes_each:g}: count three bf16 numbers, and two moments with their scales.",
