@@ -9,13 +9,13 @@
 # %% [markdown]
 # # Keep weights and optimizer state below 32 bits
 #
-# **What you'll do.** Count the bytes of a parameter. Train with weights in bf16, see that small updates are lost,
-# and keep them in three ways. Round Adam's state to eight and four bits.
+# **What you'll do.** Count the bytes of a parameter. Train with weights in bf16 and see that small updates are lost.
+# Keep these updates in three ways. Round Adam's state to eight and four bits.
 #
 # **What you'll learn.**
 # - how many bytes a parameter takes in each setup;
 # - why small updates of a bf16 weight are lost, and how to keep them;
-# - why a zero in Adam's state is dangerous.
+# - why it is dangerous to round Adam's second moment to zero.
 #
 # **What you need.** [Notebook 01](01_number_formats.ipynb) for bf16, and [notebook
 # 15](15_below_16_bits.ipynb) for blocks of values that share a scale. You need no GPU.
@@ -51,8 +51,8 @@ print(f"after a thousand updates: {weight.item()}; above 1, bf16's numbers are {
 assert weight == 1
 
 # %% [markdown]
-# The weight has not changed at all. The next bf16 number above 1 is 1.0078. Each update is less than half
-# of the distance to this number, so each sum is rounded back to 1.
+# The weight has not changed at all. The next bf16 number above 1 is about 1.0078. Each update is less than half of the
+# distance to this number, so each sum is rounded back to 1.
 #
 # To avoid losing such updates, AMP leaves the weights in fp32 and [casts copies of them to 16
 # bits](02_autocast_dtypes.ipynb).
@@ -103,9 +103,9 @@ assert 6 < sum(held["bf16, 8-bit AdamW"].values()) < 6.1
 #
 # ## Weights in bf16
 #
-# Adam's state has two moments: the *mean* (a moving average of the gradients) and the *second moment* (a moving
-# average of their squares). We write our own Adam, so that we can change two things: how an update is added to a
-# weight, and how the moments are stored. In this section both moments are in fp32.
+# Adam stores two moments for each weight: the *mean* (a moving average of the gradients) and the *second moment* (a
+# moving average of their squares). We write our own Adam, so that we can change two things: how an update is added to
+# a weight, and how the moments are stored. In this section both moments are in fp32.
 
 
 # %%
@@ -242,8 +242,8 @@ WAYS = {
 
 
 # %% [markdown]
-# We train each way with three seeds, and print the mean loss of the last 20 steps. Before you run this: which
-# ways will learn as fast as fp32?
+# We train in each way with three seeds, and print the mean loss of the last 20 steps. Before you run this: in which
+# ways will the network learn as fast as in fp32?
 
 # %% tags=["nbval-ignore-output"]
 losses = {}
@@ -266,7 +266,7 @@ for cured in ("bf16, stochastic", "bf16, Kahan", "bf16, masters"):
 # Here, with rounding to nearest, the network with bf16 weights learns far more slowly than in fp32. With the
 # three other ways it learns about as fast as in fp32.
 #
-# PyTorch's AdamW rounds to nearest. So if you convert a model with `.bfloat16()`, AdamW can leave weights
+# PyTorch's AdamW rounds to nearest. If you convert a model with `.bfloat16()`, AdamW can therefore leave weights
 # unchanged:
 
 # %%
@@ -289,12 +289,13 @@ print(f"after a thousand steps without a gradient: {square.item()}; in fp32 {0.9
 assert square == 1
 
 # %% [markdown]
-# The second moment does not shrink. Adam divides by its root, so the steps after a large gradient stay too small.
+# The second moment does not shrink. Adam divides by the root of the second moment, so the steps after a large gradient
+# stay too small.
 #
 # Now we round both moments to eight or four bits, in blocks with an fp32 scale. Moments of tensors with fewer
 # than 4,096 values stay in fp32. This limit and the block sizes are those of
 # [torchao](https://github.com/pytorch/ao/blob/main/torchao/optim/adam.py). To keep the code short, we store the
-# rounded values in fp32. So our code saves no memory. We compare three formats:
+# rounded values in fp32, so our code saves no memory. We compare three formats:
 # <!-- tests/formats/test_scaling.py -->
 #
 # - *INT8*: evenly spaced numbers from -127 to 127, for both moments;
@@ -358,7 +359,7 @@ for name in ("INT8, no zero", "4 bits, no zero"):
 
 # %% [markdown]
 # Here, with INT8 the loss becomes NaN. With the other formats the loss ends near that of fp32, even with four
-# bits. Why does INT8 fail? We square a gradient, and count how many squares become 0 in both 8-bit formats:
+# bits. Why does INT8 fail? We square a gradient, and count how many squares become 0 in each 8-bit format:
 
 # %% tags=["nbval-ignore-output"]
 torch.manual_seed(0)
@@ -374,9 +375,9 @@ assert zeros["INT8"] > 0.1 > zeros["INT8, no zero"] == 0
 
 # %% [markdown]
 # INT8 stores a large share of the squares as 0. Adam divides the mean by the root of the second moment,
-# plus epsilon (1e-8). Where the stored second moment is 0, the divisor depends on the new gradient alone, so it can be
-# too small for the mean, which still holds earlier gradients. The update can then become so large that the loss becomes NaN. The format without a zero stores a
-# small square as its smallest number.
+# plus epsilon (1e-8). Where the stored second moment is 0, the next divisor depends only on the new gradient. The mean
+# also includes earlier gradients, so this divisor can be too small. The update can then become so large that the loss
+# becomes NaN. The format without a zero stores a small square as its smallest number.
 #
 # [torchao's low-bit optimizers](https://github.com/pytorch/ao/tree/main/torchao/optim) store the state in few
 # bits. If the weights are in bf16, set `bf16_stochastic_round=True`:
@@ -389,12 +390,13 @@ assert zeros["INT8"] > 0.1 > zeros["INT8, no zero"] == 0
 #
 # ## Summary
 #
-# - With AdamW a parameter takes 16 bytes in fp32, 8 in bf16, and about 6 in bf16 with 8-bit state.
+# - With AdamW, a parameter with its gradient and state takes 16 bytes in fp32. It takes 8 bytes in bf16, and about 6
+#   in bf16 with 8-bit state.
 # - With rounding to nearest, a bf16 weight does not change if the update is less than half of the
 #   distance to the next bf16 number.
 # - Stochastic rounding, Kahan summation (2 more bytes) and fp32 masters (4 more bytes) each fixed this
 #   problem here.
-# - For Adam's state, eight bits or even four were enough here, in a format that stored no square as zero.
+# - For Adam's state, eight or even four bits were enough here if the format stored no square as zero.
 #
 # ## Exercises
 #
@@ -462,8 +464,8 @@ exercises.check_round_stochastically(round_stochastically)
 #
 # ### 3. Count the bytes
 #
-# Weights and gradients are in bf16, and Kahan summation keeps one more bf16 number for each weight. Adam's two
-# moments have eight bits, with an fp32 scale for every 256 values. How many bytes does a parameter take?
+# Weights and gradients are in bf16, and Kahan summation keeps one more bf16 number for each weight. Each of Adam's two
+# moments has eight bits, with an fp32 scale for every 256 values. How many bytes does a parameter take?
 
 # %%
 bytes_each = ...
@@ -472,7 +474,7 @@ exercises.check_bytes(bytes_each)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# A moment takes one byte, plus a 256th of the four bytes of a scale.
+# A moment takes one byte, plus a 256th of a four-byte scale.
 #
 # </details>
 #
@@ -486,8 +488,8 @@ exercises.check_bytes(bytes_each)
 #
 # ### 4. Store squares without a zero
 #
-# Complete the function. The step of a row is a 256th of its largest value. Round each positive square to the nearest
-# multiple of the step of its row. If this gives zero, use one step.
+# Complete the function. The step of a row is a 256th of the largest value in the row. Round each positive square to
+# the nearest multiple of the step of its row. If this gives zero, use one step.
 
 
 # %%
@@ -500,7 +502,7 @@ exercises.check_store_squares(store_squares)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# Divide by the step, round, and `clamp` from below before you multiply by the step again.
+# Divide by the step and round. Then `clamp` from below, and multiply by the step again.
 #
 # </details>
 #

@@ -9,12 +9,12 @@
 # %% [markdown]
 # # Train and fine-tune a language model in each precision
 #
-# **What you'll do.** Train a small GPT in fp32, fp16 and bf16. Find out which parts of it run in fp32, fine-tune it
-# with LoRA, and generate text.
+# **What you'll do.** Train a small GPT in fp32, fp16 and bf16. Find out which parts of the GPT run in fp32. Then
+# fine-tune it with LoRA and generate text.
 #
 # **What you'll learn.**
 # - which parts of a transformer run in fp32 under autocast, and what to do when dtypes do not match;
-# - how much memory the loss over a large vocabulary takes, and how to take less;
+# - how much memory the loss over a large vocabulary takes, and how to reduce it;
 # - which dtypes to use for a LoRA adapter and its base, and what merging loses;
 # - why the same prompt can give a different text in bf16.
 #
@@ -52,7 +52,8 @@ print("from the layer", query.dtype, " after the rotation", rotated.dtype)
 assert (query.dtype, rotated.dtype) == (torch.bfloat16, torch.float32)
 
 # %% [markdown]
-# The product of a bf16 tensor and this fp32 table is in fp32. So parts of a transformer can run in fp32 under autocast.
+# The product of a bf16 tensor and this fp32 table is in fp32, so parts of a transformer can run in fp32 under
+# autocast.
 #
 # ## A small GPT
 #
@@ -62,8 +63,8 @@ assert (query.dtype, rotated.dtype) == (torch.bfloat16, torch.float32)
 # - A block consists of causal attention and an MLP, with an RMSNorm before each.
 # - In the attention, rotary embeddings rotate the queries (q) and keys (k), but not the values (v).
 #
-# We train it on the source of Python's module `argparse`, with one token per character. `lm.split` keeps the last
-# tenth for testing. <!-- code -->
+# We train this GPT on the source code of Python's module `argparse`, with one token per character. `lm.split` keeps
+# the last tenth for testing. <!-- code -->
 
 # %%
 text = inspect.getsource(argparse)
@@ -75,7 +76,7 @@ print(f"{sum(p.numel() for p in small.parameters()):,} parameters, {len(text):,}
 # %% [markdown]
 # ## Where fp32 comes in
 #
-# `xray` shows what autocast does to each module. We ask about bf16 on a CUDA GPU. You do not need this GPU, because
+# `xray` shows what autocast does to each module. We ask about bf16 on a CUDA GPU. You do not need such a GPU, because
 # `xray` uses *fake tensors*, which have a dtype and a device but no data: <!-- tests/tracing/test_xray.py -->
 
 
@@ -102,14 +103,14 @@ result
 # 09](09_xray_your_model.ipynb) explains the table). All matmuls run in bf16. Three parts run in fp32:
 #
 # - **The residual stream**: the embedding is fp32, and bf16 plus fp32 gives fp32.
-# - **The norms**: they read the residual stream.
+# - **The norms**: their input is the fp32 residual stream.
 # - **The rotary embeddings**: bf16 queries and keys times fp32 cosines give fp32. The model casts the result back to
 #   bf16 with `.to(x.dtype)`.
 #
 # **Call `.float()` on the logits** before the loss, as `lm.loss_of` does. Otherwise, the loss is less accurate: on
 # CUDA in eager mode, PyTorch [rounds the log-softmax to bf16](09_xray_your_model.ipynb#The-surprise-in-cross-entropy).
 #
-# **With Hugging Face's library, choose the dtype when you load a model**: `from_pretrained(…, dtype=…)`.
+# **With transformers, choose the dtype when you load a model**: `from_pretrained(…, dtype=…)`.
 #
 # | for | weights | why |
 # |---|---|---|
@@ -124,8 +125,8 @@ result
 #
 # ### One dtype for q, k and v
 #
-# Without `.to(x.dtype)` the rotation would return q and k in fp32, while v is in 16 bits. Under
-# autocast, attention casts q, k and v to one dtype. Outside autocast, attention raises an error:
+# Without `.to(x.dtype)` the rotation would return q and k in fp32, while v is in 16 bits. Under autocast, PyTorch
+# casts q, k and v to one dtype. Outside autocast, attention raises an error:
 
 # %%
 q, v = torch.randn(1, 2, 8, 16), torch.randn(1, 2, 8, 16).bfloat16()
@@ -192,8 +193,8 @@ print(f"logits: {values * 2 / 2**30:.1f} GiB, all four tensors: {total:.1f} GiB"
 assert 27 < total < 28
 
 # %% [markdown]
-# To save memory, compute the loss **in chunks** of tokens, each in a checkpoint. The backward pass then
-# computes the logits again, one chunk at a time, and frees them: <!-- tests/notebooks/test_17_language_model.py -->
+# To save memory, compute the loss **in chunks** of tokens, and checkpoint each chunk. The backward pass then computes
+# the logits of one chunk at a time again, and frees them: <!-- tests/notebooks/test_17_language_model.py -->
 
 
 # %%
@@ -235,7 +236,7 @@ print(f"fp32 logits: {1024 * 8000 * 4 / 2**20:.1f} MiB, one chunk: {64 * 8000 * 
 # - **fp32 for the adapters**, because bf16 [can lose small updates](16_low_precision_state.ipynb#Weights-in-bf16). By
 #   default, peft creates fp32 adapters for a 16-bit base.
 #
-# Our layer casts the input and the output of the adapter, so that it also works without autocast:
+# Our layer casts the input and the output of the adapter, so that the layer also works without autocast:
 # <!-- tests/notebooks/test_17_language_model.py -->
 
 
@@ -279,7 +280,7 @@ def with_lora(model):
 
 # %% [markdown]
 # The base is the model that we trained in fp32 above. We fine-tune it under bf16 autocast on a new text, the source
-# of the module `inspect`:
+# code of the module `inspect`:
 
 # %% tags=["nbval-ignore-output"]
 own_train, own_test = lm.split(inspect.getsource(inspect), characters)
@@ -305,9 +306,9 @@ assert dtypes["blocks.0.qkv"] == dtypes["blocks.1"] == torch.bfloat16  # no fp32
 # Merging adds the update to the weight, so that inference needs no adapter. If you store the sum in bf16,
 # each value is rounded.
 #
-# We scale the update of one layer, so that its norm is 1, 0.01, 0.001 or 0.0001 times that of the weight. We add it to
-# the weight, and round the sum to bf16. Before you run this: how much is left of an update that is 1000 times smaller
-# than the weight?
+# We scale the update of one layer, so that its norm is 1, 0.01, 0.001 or 0.0001 times that of the weight. We add the
+# update to the weight, and round the sum to bf16. Before you run this: how much is left of an update that is 1000
+# times smaller than the weight?
 
 # %% tags=["nbval-ignore-output"]
 layer = adapted.blocks[1].up
@@ -327,9 +328,9 @@ assert stayed[1e-3] > 0.5
 # %% [markdown]
 # Neighbouring [normal bf16 numbers](01_number_formats.ipynb) are 0.4 to 0.8 % apart. If a change is less than half
 # of this distance, rounding restores the old value. Here, this happens to most values if the update is a
-# thousandth of the weight, so a large part of the update is lost. At a hundredth of the weight, the rounding errors of
-# the values nearly cancel, so the update is kept as a whole. To keep the update, **keep the adapter separate, or
-# merge into a copy in fp32**. If the result has to be bf16, compute the sum in fp32, to round only once.
+# thousandth of the weight, so a large part of the update is lost. At a hundredth of the weight, the rounding errors
+# nearly cancel, so nearly the whole update is left. To keep the update, **keep the adapter separate, or merge into a
+# copy in fp32**. If the result has to be bf16, compute the sum in fp32, to round only once.
 #
 # ## The same prompt, another text
 #
@@ -366,9 +367,9 @@ assert abs(in_bf16 - in_fp32) < 0.01
 # it. But the model is not worse in bf16 here: the test loss is nearly the same. So compare models by their loss.
 #
 # Within one precision, the same prompt can [also give two
-# texts](https://thinkingmachines.ai/blog/defeating-nondeterminism-in-llm-inference/). With another batch size
-# or text length, the matrices have other shapes, and a kernel may add the products of a matmul in another order. We compute the logits of ten characters,
-# first alone and then at the beginning of a longer text:
+# texts](https://thinkingmachines.ai/blog/defeating-nondeterminism-in-llm-inference/). With another batch size or text
+# length, the matrices have other shapes, so a matmul may add its products in another order. We compute the logits of
+# ten characters, first alone and then at the beginning of a longer text:
 
 # %% tags=["nbval-ignore-output"]
 for name, limit in (("fp32", 1e-3), ("bf16", 0.5)):
@@ -378,7 +379,7 @@ for name, limit in (("fp32", 1e-3), ("bf16", 0.5)):
     assert off < limit
 
 # %% [markdown]
-# To get the same answer every time:
+# To get the same answer every time, choose the likeliest token or fix the seed. In addition:
 #
 # - If the batch size changes, use
 #   [batch-invariant](https://github.com/thinking-machines-lab/batch_invariant_ops) kernels.
@@ -436,8 +437,8 @@ exercises.check_logits(gibibytes)
 #
 # ### 2. Bring them to one dtype
 #
-# Complete `attend`. It is called outside autocast: a rotation returned q and k in fp32, and v is in
-# 16 bits. Return the attention in the dtype of v, computed in that dtype.
+# Complete `attend`. It is called outside autocast: a rotation returned q and k in fp32, and v is in 16 bits. Compute
+# the attention in the dtype of v, and return it in this dtype.
 
 
 # %%
@@ -480,8 +481,8 @@ exercises.check_chunked(mean_of_chunks)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# The mean of two means is wrong if one chunk has more padding. Add up the sums, and divide by the count.
-# `F.cross_entropy` leaves out -100 by itself.
+# The mean of two means is usually wrong if one chunk has more padding. Add up the sums, and divide by the count. By
+# default, `F.cross_entropy` ignores the target -100.
 #
 # </details>
 #
@@ -498,8 +499,8 @@ exercises.check_chunked(mean_of_chunks)
 #
 # ### 4. Merge without rounding twice
 #
-# Complete `merge`. Its inputs are the weight of a base in bf16, the matrices `up` (out, rank) and `down`
-# (rank, in) in fp32, and their scaling. It returns one weight in bf16, rounded once.
+# Complete `merge`. Its inputs are a base weight in bf16, the fp32 matrices `up` (out, rank) and `down` (rank, in), and
+# their scaling. It returns one weight in bf16, rounded once.
 
 
 # %%

@@ -10,8 +10,8 @@
 # # Serve and export a model in reduced precision
 #
 # **What you'll do.** Run a trained classifier in bf16: under autocast, with cast weights, and compiled. Count how
-# many of its *decisions* (the predicted classes) change. Then export it, and round its weights to eight and four
-# bits.
+# many of its *decisions* (the predicted classes) change. Then export the classifier, and round its weights to eight
+# and four bits.
 #
 # **What you'll learn.**
 # - when to cast the weights once, and when to use autocast;
@@ -73,9 +73,9 @@ assert changed < 0.02 * len(tests)
 # ## Ways to run it
 #
 # - **Autocast** keeps the weights in fp32, and uses copies in 16 bits for matmuls and convolutions. It runs
-#   [some sensitive ops](02_autocast_dtypes.ipynb) in fp32. Use it to evaluate during training, or if you do not know
-#   which parts need fp32.
-# - **Cast once**: cast the weights to 16 bits before the first call. This halves the memory of the weights. Use it
+#   [some sensitive ops](02_autocast_dtypes.ipynb) in fp32. Use autocast to evaluate during training, or if you do not
+#   know which parts need fp32.
+# - **Cast once**: cast the weights to 16 bits before the first call. This halves the memory of the weights. Do this
 #   for a model that only runs inference.
 # - **Compile** the model in either case, to fuse small ops.
 #
@@ -99,8 +99,8 @@ def quality(logits):
 
 
 # %% [markdown]
-# The next cell also compiles the model, in fp32 and in bf16, and casts it to fp16. For each way, it prints the
-# relative error of the outputs (*off*), and how many decisions change:
+# The next cell also compiles the model, in fp32 and in bf16, and casts a copy to fp16. For each way, the cell prints
+# the relative error of the outputs (*off*) and the number of changed decisions:
 
 # %% tags=["nbval-ignore-output"]
 compiled = {"fp32 compiled": torch.compile(model), "bf16 compiled": torch.compile(cast_once)}
@@ -117,8 +117,8 @@ for name, run in {**WAYS, "fp16 cast once": lambda x: half(x.half())}.items():
 assert quality(outputs["fp16 cast once"])[0] < quality(outputs["bf16 cast once"])[0]
 
 # %% [markdown]
-# Here fp16 is more accurate than bf16, because fp16 has three more bits of mantissa. But its range is smaller: the
-# values of a model that was trained in bf16 [may not
+# Here fp16 is more accurate than bf16, because fp16 has three more bits of mantissa. But the range of fp16 is smaller:
+# the values of a model that was trained in bf16 [may not
 # fit](19_choose_your_precision.ipynb#Trained-in-bf16,-on-a-GPU-without-it).
 #
 # How fast are the ways? We time a call in fp32 and bf16, with one image and with 256 images:
@@ -164,7 +164,7 @@ for name in ("bf16 autocast", "bf16 cast once"):
 # the gap. Below the line, the second class cannot overtake the first.
 #
 # Draw this figure for your model and a few hundred real inputs, and count the changed decisions. If no decision
-# changes, and all points stay well below the line, the precision is accurate enough for these inputs.
+# changes and all points stay well below the line, the precision is accurate enough for these inputs.
 #
 # ## Cast inputs, outputs and weights
 #
@@ -224,9 +224,9 @@ for call, count in compilations.items():
 assert list(compilations.values()) == [1, 2, 2, 3, 4, 5]
 
 # %% [markdown]
-# The second compilation treats the batch size as variable, so its code also works for a batch of 6. A batch of 1, the
-# call under autocast and the call with gradients each cause another compilation. To avoid compilations while you serve
-# requests:
+# The second compilation treats the batch size as variable, so the compiled code also works for a batch of 6. The batch
+# of 1 causes another compilation, and so do the calls under autocast and with gradients. To avoid compilations while
+# you serve requests:
 #
 # - Always use the same gradient mode and autocast state.
 # - Before the first request, make one call with each batch size that you will serve. Pad smaller batches to one of
@@ -240,7 +240,7 @@ assert list(compilations.values()) == [1, 2, 2, 3, 4, 5]
 #
 # ## Export
 #
-# `torch.export` turns a model into a *program*: a graph of ops with the weights. Does the program keep autocast? We
+# `torch.export` turns a model into a *program*: a graph of ops with the weights. Does the program use autocast? We
 # export a layer inside an autocast block:
 
 # %%
@@ -251,10 +251,10 @@ print("exported inside autocast, it returns", program.module()(x).dtype)
 assert program.module()(x).dtype is torch.float32
 
 # %% [markdown]
-# The program computes in fp32, because the export does not record an autocast block around it. So **cast first**: a
-# program that is exported from a bf16 model has bf16 weights and ops. We export our bf16 model, save the program and
-# load it again. The program accepts any batch size, because we pass `Dim.AUTO` and an example with at least two
-# images:
+# The program computes in fp32, because `torch.export` does not record an autocast block around the call. So **cast
+# first**: a program that you export from a bf16 model has bf16 weights and ops. We export our bf16 model, save the
+# program and load it again. The program accepts any batch size, because we pass `Dim.AUTO` and an example with at
+# least two images:
 # <!-- tests/notebooks/test_18_inference_and_export.py -->
 
 # %% tags=["nbval-ignore-output"]
@@ -315,13 +315,14 @@ assert far["int8-rowwise"] < 2 * quality(outputs["bf16 cast once"])[0] < far["fp
 assert far["fp8-rowwise"] < far["nvfp4"]
 
 # %% [markdown]
-# Here, with INT8 weights, the outputs are about as far off as those of *bf16 cast once* above. FP8 has three bits of
-# mantissa and is less accurate. NVFP4 has one bit of mantissa and is the least accurate.
+# Here, with INT8 weights, the outputs are about as far off as those of *bf16 cast once* above. FP8 (here E4M3) has
+# three bits of mantissa and is less accurate. NVFP4 has one bit of mantissa and is the least accurate.
 #
 # [torchao](https://github.com/pytorch/ao/tree/main/torchao/quantization) stores the weights of a model's
 # linear layers in fewer bits: <!-- tests/notebooks/test_18_inference_and_export.py -->
 #
-# - `quantize_(model, Int8WeightOnlyConfig())` stores the weights in INT8, `Float8WeightOnlyConfig()` in FP8.
+# - `quantize_(model, Int8WeightOnlyConfig())` stores the weights in INT8. With `Float8WeightOnlyConfig()`, they are
+#   stored in FP8.
 # - `Float8DynamicActivationFloat8WeightConfig()` also casts the activations, so that the matmul runs in FP8.
 #   This config needs a GPU that supports FP8.
 #
@@ -402,7 +403,7 @@ exercises.check_changed(changed_share)
 #
 # ### 3. Predict with a model in bf16
 #
-# Complete the function. It gets a model in bf16 and images in fp32, and returns the probabilities of the classes in
+# Complete the function. Its inputs are a bf16 model and fp32 images. It returns the probabilities of the classes in
 # fp32.
 
 

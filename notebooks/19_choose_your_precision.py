@@ -56,7 +56,7 @@ assert report.values["bf16"].input_bits == 8
 # After the first line, each line describes a matmul in one precision:
 #
 # - **bits**: how many significant bits of an input the matmul uses.
-# - **subnormals**: numbers below the format's normal range. Some devices replace them by 0.
+# - **subnormals**: numbers below the format's normal range. Some devices round them to 0.
 # - **sums**: the largest error that we found in a sum of products, in *ulp*. One ulp is the distance from the
 #   result to the next number of its dtype. In bf16, this distance is much larger than in fp32.
 #
@@ -110,11 +110,11 @@ print("T4, a model trained in bf16:", choose(turing, "infer", trained_in="bf16")
 # - **bf16** wherever bf16 is fast. bf16 has nearly the range of fp32, so you can train without a scaler.
 # - **fp16** where only fp16 is fast. To train in fp16, use a scaler. For a model that was trained in bf16, [check
 #   the values first](#Trained-in-bf16,-on-a-GPU-without-it).
-# - **fp32** where neither is fast. Also use fp32, with TF32 off, where accuracy matters more than speed, for
-#   example in solvers.
+# - **fp32** where neither is fast. Also use fp32, with TF32 off, where accuracy matters more than speed. One example
+#   is a solver.
 #
 # For training in 16 bits, use autocast and keep the weights in fp32. For inference in 16 bits, cast fp32 weights
-# once, before the first input. This halves their memory. Where both formats are fast, fp16 [can be more
+# once, before the first input. This halves the memory of the weights. Where both formats are fast, fp16 [can be more
 # accurate](18_inference_and_export.ipynb) for inference.
 #
 # Start with the precision from `choose`, then measure. [`amp-lab
@@ -123,7 +123,7 @@ print("T4, a model trained in bf16:", choose(turing, "infer", trained_in="bf16")
 #
 # ## Known problems of each device
 #
-# - **GTX 16.** fp16 [gives NaN](https://github.com/pytorch/pytorch/issues/58123) in some models. Use fp32.
+# - **GTX 16.** fp16 [can give NaN](https://github.com/pytorch/pytorch/issues/58123) on these GPUs. Use fp32.
 # - **V100, P100 and GTX 10.** [Install PyTorch 2.14 for CUDA
 #   12.6](../docs/hardware.md#install-another-build-of-torch). [PyTorch 2.15 is not
 #   built](https://github.com/pytorch/pytorch/issues/190385) for these GPUs.
@@ -131,7 +131,7 @@ print("T4, a model trained in bf16:", choose(turing, "infer", trained_in="bf16")
 #   fp16.
 # - **MI210 and MI250.** Use bf16. With fp16, PyTorch by default casts [the inputs of the matmuls in the backward pass
 #   to bf16 anyway](https://docs.pytorch.org/docs/stable/notes/numerical_accuracy.html).
-# - **Arc A.** Use bf16. fp16 would need a `GradScaler`, whose `unscale_` uses float64. Arc A [has no
+# - **Arc A.** Use bf16. Training in fp16 would need a `GradScaler`. Its `unscale_` uses float64, but Arc A [has no
 #   float64](https://github.com/pytorch/pytorch/issues/147731).
 #   <!-- tests/notebooks/test_19_choose_your_precision.py -->
 # - **Apple M1 to M4.** Use fp32. In [measurements](../docs/hardware.md#apple), fp16 was hardly faster. bf16 [needs
@@ -189,9 +189,9 @@ torch.backends.cudnn.allow_tf32 = kept  # for the next cells; leave this line ou
 # ### Old and new settings
 #
 # `torch.set_float32_matmul_precision` and `allow_tf32` are old settings. PyTorch also has new ones, such as
-# `torch.backends.cuda.matmul.fp32_precision`. If you set a new one, the old one keeps its value. PyTorch can then
-# raise an error when code reads the old setting.
-# [Lightning](https://github.com/Lightning-AI/pytorch-lightning/issues/21256) reads it, for example:
+# `torch.backends.cuda.matmul.fp32_precision`. If you set only the new one, PyTorch can raise an error when code reads
+# the old one. For example, [Lightning](https://github.com/Lightning-AI/pytorch-lightning/issues/21256) reads an old
+# setting. We set only the new one:
 
 # %%
 matmul = torch.backends.cuda.matmul
@@ -235,7 +235,7 @@ assert in_bf16.isfinite().all()
 assert not in_fp16.isfinite().all()
 
 # %% [markdown]
-# In fp16, hidden values such as 2.69e+05 become infinite. So the outputs are not finite either.
+# In fp16, hidden values such as 2.69e+05 become infinite, so the outputs are not finite either.
 #
 # **Look before you cast**: call `largest_values` with some of your inputs, in fp32 or bf16. As a rule of thumb, each
 # value should be at most half of 65504, because other inputs may give larger values.
@@ -252,11 +252,11 @@ assert not in_fp16.isfinite().all()
 #
 # Other frameworks have three kinds of settings:
 #
-# - **Mixed**, such as `bf16-mixed`, usually means autocast. Then the weights keep their dtype, which is fp32 unless
-#   you load them in 16 bits.
+# - **Mixed**, such as `bf16-mixed`, usually means autocast. The weights then stay in the dtype in which they were
+#   created or loaded, usually fp32.
 # - **True**, such as `bf16-true`, means that the weights are cast, here to bf16.
 # - **A dtype without *mixed* or *true*** can mean one or the other: `bf16=True` in transformers usually means mixed,
-#   and `bfloat16` in Keras means true.
+#   but `bfloat16` in Keras means true.
 #
 # To see what a setting does, we look at the dtypes in a training step, first without a framework:
 
@@ -310,11 +310,10 @@ assert rows["autocast"] == ("float32", "bfloat16", "float32", "float32", "bfloat
 assert set(rows["model.to(bfloat16)"]) == {"bfloat16"}
 
 # %% [markdown]
-# A model that is cast has no fp32 weights, so rounding can remove small updates ([notebook
-# 16](16_low_precision_state.ipynb)).
+# A cast model has no fp32 weights, so rounding can remove small updates ([notebook 16](16_low_precision_state.ipynb)).
 #
-# We found the dtypes of other frameworks in the same way, on a CPU. *State* is the state of the
-# optimizer. *Fabric* is Lightning without its Trainer:
+# We found the dtypes in other frameworks in the same way, on a CPU. *State* is the optimizer's state. *Fabric* is
+# Lightning without its Trainer:
 # <!-- tests/notebooks/test_19_choose_your_precision.py -->
 #
 # | setting | weights | matmuls | gradients | state | outputs |
@@ -331,12 +330,12 @@ assert set(rows["model.to(bfloat16)"]) == {"bfloat16"}
 # | Keras `mixed_bfloat16` | fp32 | bf16 | fp32 | fp32 | bf16 |
 # | Keras `bfloat16` | bf16 | bf16 | bf16 | bf16 | bf16 |
 #
-# accelerate (which transformers uses) and Fabric wrap the model, and the wrapper casts the outputs to fp32. Lightning's
+# accelerate (which transformers uses) and Fabric wrap the model. The wrapper casts the outputs to fp32. Lightning's
 # Trainer calls the model without a wrapper here, so the outputs stay in bf16.
 #
-# In version 5 of transformers, `from_pretrained` loads a model **in the dtype that its config names**. To
-# fine-tune with fp32 weights, pass `dtype=torch.float32`. See also [Trainers, master
-# weights and checkpoints](../docs/trainers.md).
+# In version 5 of transformers, by default `from_pretrained` loads a model **in the dtype that its config names**. To
+# fine-tune with fp32 weights, pass `dtype=torch.float32`. See also [Trainers, master weights and
+# checkpoints](../docs/trainers.md).
 # <!-- tests/notebooks/test_19_choose_your_precision.py -->
 #
 # ## Summary
