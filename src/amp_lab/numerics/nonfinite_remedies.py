@@ -183,8 +183,8 @@ _OVERFLOW = (
 _OVERFLOW_AUTOCAST = nonfinite_remedy(
     "fp16_overflow.autocast",
     "a value exceeded 65504 under autocast, with fp32 weights",
-    f"{_OVERFLOW}. Or compute this part in fp32, up to the op after which the values are small "
-    "again: use torch.autocast(device_type, enabled=False) and x.float().",
+    f"{_OVERFLOW}. Or compute this part in fp32 until the values are below 65504 again: use "
+    "torch.autocast(device_type, enabled=False) and x.float().",
     failure="AMP0001",
 )
 _OVERFLOW_SUM = nonfinite_remedy(
@@ -209,7 +209,7 @@ _WEIGHTS_GREW = nonfinite_remedy(
 _IN_BF16 = f"{_OVERFLOW} (model.bfloat16() and bf16 inputs)"
 _PART = (
     "compute this part in fp32: call part.float() on x.float(). An op without weights needs only "
-    "x.float(). Cast back to fp16 only after the values are small again"
+    "x.float(). Cast back to fp16 when the values are below 65504 again"
 )
 _OVERFLOW_HARDCODED_FP16 = nonfinite_remedy(
     "fp16_overflow.fixed",
