@@ -187,7 +187,7 @@ def test_the_temperature_of_a_contrastive_loss_needs_fp32():
     with torch.autocast("cpu", dtype=BF16):
         low = 100 * F.normalize(images, dim=-1) @ F.normalize(texts, dim=-1).T
     assert low.dtype is BF16
-    assert 0.1 < (low.float() - exact).abs().max() < 0.4
+    assert 0.25 < (low.float() - exact).abs().max() < 0.35
     names = run_code_of("contrastive", images=images, texts=texts, logit_scale=scale)
     torch.testing.assert_close(names["logits"], exact)
 
