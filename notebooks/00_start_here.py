@@ -14,7 +14,7 @@
 #
 # **What you'll learn.**
 # - the few lines that turn a training loop into an AMP loop;
-# - how much time, and how much memory of activations, AMP saves on *this* machine;
+# - how much time and activation memory AMP saves on *this* machine;
 # - which notebook answers your question.
 #
 # **What you need.** Basic PyTorch: a model, a loss, an optimizer. You need no GPU. Run the cells from top to bottom
@@ -136,14 +136,14 @@ def train_amp(model, optimizer, batches, dtype, scaler):
 # - **`torch.autocast`** runs linear layers and convolutions in 16 bits, on 16-bit copies of their inputs and
 #   weights. The weights themselves stay in fp32. [Some other ops](02_autocast_dtypes.ipynb) run in fp32.
 # - **[The scaler](03_grad_scaler_step_by_step.ipynb)** is for fp16, where a gradient smaller than about 3e-8 [becomes
-#   zero](01_number_formats.ipynb#Underflow). `scale` multiplies the loss, and so all gradients, by a large
-#   number, the *loss scale*. `step` divides the gradients by the loss scale before the optimizer uses
-#   them. `update` adjusts the loss scale for the next step.
+#   zero](01_number_formats.ipynb#Underflow). `scale` multiplies the loss by a large number, the *loss scale*. This
+#   multiplies all gradients too. `step` divides the gradients by the loss scale before the optimizer uses them.
+#   `update` adjusts the loss scale for the next step.
 #
 # Autocast uses [two 16-bit formats](01_number_formats.ipynb#Range). **bf16** has about the range of fp32 and
-# usually needs no scaler. **fp16** is more precise, but its largest number is 65504. Use bf16 on most hardware, and
-# fp16 on [a T4, V100 or RTX 20](../docs/hardware.md#t4-v100-and-rtx-20). `recommend_precision` times a matrix
-# multiplication and recommends a precision for this device. We enable the scaler only for fp16:
+# usually needs no scaler. **fp16** is more precise, but its largest number is 65504. Use bf16 on hardware where bf16
+# is fast, and fp16 on [a T4, V100 or RTX 20](../docs/hardware.md#t4-v100-and-rtx-20). `recommend_precision` times a
+# matrix multiplication and recommends a precision for this device. We enable the scaler only for fp16:
 # <!-- tests/core/test_device.py -->
 
 # %% tags=["nbval-ignore-output"]
@@ -154,13 +154,13 @@ scaler = torch.amp.GradScaler(device.type, enabled=(precision is Precision.FP16)
 assert scaler.is_enabled() == (precision is Precision.FP16)
 
 # %% [markdown]
-# If the line recommends neither bf16 nor fp16, a matrix multiplication in 16 bits was not clearly faster, or this
-# machine was too busy to measure it. Then AMP runs in bf16 anyway. <!-- tests/core/test_device.py -->
+# If the line recommends fp32 or tf32, 16 bits did not make a matrix multiplication clearly faster, or the machine was
+# too busy to measure. Then AMP runs in bf16 anyway. <!-- tests/core/test_device.py -->
 #
 # ## Compare loss, time and memory
 #
 # We train both networks for ten epochs and compare their losses. A bf16 number has [two to three decimal
-# digits](01_number_formats.ipynb#Summary), an fp32 number has seven. Before you run this: how much worse
+# digits](01_number_formats.ipynb#Summary), and an fp32 number has about seven. Before you run this: how much worse
 # will the loss of the AMP run be?
 
 # %% tags=["nbval-ignore-output"]
@@ -239,7 +239,8 @@ assert memory[str(precision)] < memory["fp32"]
 # ## Summary
 #
 # Four lines of the loop are new or changed: an autocast block around the forward pass and the loss, and three calls of
-# a scaler, which is enabled only for fp16. Here AMP about halved the saved activations, and the loss is about the same.
+# a scaler. The scaler is enabled only for fp16. Here AMP roughly halved the saved activations, and both runs ended at
+# about the same loss.
 #
 # Next: [what the formats can and cannot represent](01_number_formats.ipynb).
 #
@@ -256,7 +257,7 @@ exercises = checks_of("00_start_here")
 # %% [markdown]
 # ### 1. Who needs a scaler?
 #
-# Write a function that says whether training under autocast in a dtype needs a `GradScaler`.
+# Write a function that returns whether training under autocast in a dtype needs a `GradScaler`.
 
 
 # %%

@@ -11,9 +11,9 @@
 #
 # Apex is an NVIDIA package that offered mixed precision before PyTorch did.
 #
-# **What you'll do.** Train a small network at Apex's four optimization levels, O0 to O3, and compare them with
-# the code of today. Then move old code to `torch.amp`, by hand and with `amp-lab migrate`, and resume from a
-# checkpoint in Apex's format.
+# **What you'll do.** Train a small network at Apex's four optimization levels, O0 to O3, and compare them with today's
+# code. Then move old code to `torch.amp`, by hand and with `amp-lab migrate`, and resume from a checkpoint in Apex's
+# format.
 #
 # **What you'll learn.**
 # - what each level did to weights, activations, gradients and optimizer, and to memory;
@@ -71,7 +71,7 @@ assert torch.equal(today, as_apex_did)
 # ## The names, then and now
 #
 # Apex removed its `amp` [in 2025](https://github.com/NVIDIA/apex/pull/1896). Replace Apex's names with these names
-# of torch. `amp-lab migrate` (see below) knows more names.
+# of torch. `amp-lab migrate` (see below) handles more names.
 # <!-- tests/migrate/test_apex.py --> <!-- tests/remedies/test_apex_remedies.py -->
 #
 # | Apex | today |
@@ -107,7 +107,7 @@ assert torch.equal(today, as_apex_did)
 # - **Master weights** (O2): the optimizer updates an fp32 copy of each fp16 weight.
 # - **The dynamic loss scale** (O1 and O2) [changed during
 #   training](https://github.com/NVIDIA/apex/blob/e13873debc4699d39c6861074b9a3b2a02327f92/apex/amp/scaler.py), as the
-#   scale of a `GradScaler` does, but by default not above 2^24.
+#   scale of a `GradScaler` does. By default, its maximum was 2^24.
 #
 # ## What each level did, and what replaces it today
 #
@@ -181,15 +181,15 @@ assert runs["autocast"].losses != runs["O2"].losses
 # %% [markdown]
 # The losses are close, but not equal. Apex first [cast the model to
 # fp16](https://github.com/NVIDIA/apex/blob/e13873debc4699d39c6861074b9a3b2a02327f92/apex/amp/_initialize.py), and
-# then copied the master weights from the model. So the master weights of O2 start as rounded values.
+# then copied the master weights from the model, so these weights start as rounded values.
 #
 # ### O3: everything in fp16
 #
-# Today O3 is `model.half()` with fp16 inputs. The optimizer updates the fp16 weights. This has two problems:
+# Today O3 is `model.half()` with fp16 inputs. The optimizer updates the fp16 weights. Two problems follow:
 #
 # - Small weight updates are rounded away ([notebook 16](16_low_precision_state.ipynb)).
-# - Adam can divide by zero. Its divisor is the root of an average of squared gradients, plus 1e-8. In fp16, 1e-8
-#   becomes zero, and the average becomes zero if the gradients are small.
+# - Adam can divide by zero. It divides by the root of the average squared gradient, plus 1e-8. In fp16, 1e-8 becomes
+#   zero, and the average becomes zero if the gradients are small.
 #
 # After the first step, the average is 0.001 (1 minus Adam's second beta) times the squared gradient. We check both
 # parts of the divisor for a gradient of 0.0005. Then we train at O3 for three steps:
@@ -279,11 +279,11 @@ for old_name in (torch.cuda.amp.autocast, torch.cpu.amp.autocast, torch.cuda.amp
     assert [warning.category for warning in caught] == [FutureWarning]
 
 # %% [markdown]
-# Two things can go wrong when you replace these names by those of `torch.amp`.
+# Two things can go wrong when you replace these names with names of `torch.amp`.
 #
 # **The default dtype.** The old classes had a fixed default: fp16 for CUDA and bf16 for the CPU. By default, the
-# new class takes the dtype of an outer autocast block, if there is one. In the next cell, three blocks stand inside
-# an outer block in fp16. In which dtype will each of them compute? <!-- tests/notebooks/test_13_from_apex.py -->
+# new class takes the dtype of an outer autocast block, if there is one. In the next cell, three blocks are inside an
+# outer block in fp16. In which dtype will each of them compute? <!-- tests/notebooks/test_13_from_apex.py -->
 
 # %%
 x = torch.ones(2, 2)
@@ -299,7 +299,7 @@ print(f"old {names[old]}, renamed {names[renamed]}, written out {names[written_o
 assert (old, renamed, written_out) == (bf16, fp16, bf16)
 
 # %% [markdown]
-# The renamed class changes the dtype of its block. So always pass `dtype`.
+# The renamed class changes the dtype of its block, so always pass `dtype`.
 #
 # **The order of arguments.** [The device now comes
 # first](https://docs.pytorch.org/docs/stable/amp.html), and `dtype` comes before `enabled`:
@@ -373,11 +373,11 @@ if find_spec("libcst") is not None:
 # [Apex's manual](https://nvidia.github.io/apex/amp.html#checkpointing) asked for a checkpoint with the
 # states of model, optimizer and `amp`. In such a checkpoint:
 #
-# - Names begin with `module.` if the saved model was wrapped in `DistributedDataParallel`.
+# - Parameter names begin with `module.` if the saved model was wrapped in `DistributedDataParallel`.
 # - At O2, Apex [cast the fp16 weights to
 #   fp32](https://github.com/NVIDIA/apex/blob/e13873debc4699d39c6861074b9a3b2a02327f92/apex/amp/_initialize.py) for
 #   the file. Their values stay rounded to fp16.
-# - At O2, the fp32 master weights are missing, unless the program saved them. Our program saves them.
+# - At O2, the fp32 master weights are missing. Our program adds them.
 #
 # Our reference run trains for eight steps, writes a checkpoint, and trains for eight more steps. The resumed run
 # has to repeat the last eight. <!-- tests/notebooks/test_13_from_apex.py -->
@@ -458,7 +458,7 @@ folder.cleanup()
 # - In the loop, `scale_loss` becomes `scale(loss).backward()`, and `optimizer.step()` becomes
 #   `scaler.step(optimizer)`. Call `unscale_` before you clip, and `update` after the step.
 # - When you move from `torch.cuda.amp`, pass the dtype, and pass the device as the first argument.
-# - An Apex checkpoint at O2 lacks the master weights, unless the program saved them.
+# - A checkpoint at O2 that follows Apex's manual lacks the fp32 master weights.
 #
 # ## Exercises
 #
@@ -474,7 +474,7 @@ exercises = checks_of("13_from_apex")
 # ### 1. Count bytes with momentum
 #
 # Momentum keeps one fp32 value per parameter; Adam keeps two. You train with SGD with momentum. How many bytes per
-# parameter did O2 hold during the optimizer step, and how many does autocast hold?
+# parameter did O2 need during the optimizer step, and how many does autocast need?
 
 # %%
 o2_bytes = ...
@@ -556,8 +556,8 @@ exercises.check_limits(update_within)
 #
 # ### 4. Two losses, two optimizers
 #
-# With Apex, a GAN used `num_losses=2`. Complete its step with a single scaler: run backward for both
-# losses, step both optimizers, and update the scale once.
+# With Apex, a GAN used `num_losses=2`. Complete its step with a single scaler. Run backward for both losses. Then step
+# both optimizers, and update the scale once.
 
 
 # %%

@@ -64,8 +64,8 @@ for dtype in (fp16, bf16):
     assert (plain != scaled).any() == (dtype is fp16)
 
 # %% [markdown]
-# In fp16, numbers as small as these lose digits unless they are scaled. In bf16, scaling changes nothing here. So
-# this advice applies only to fp16.
+# In fp16, numbers as small as these lose digits if they are not scaled. In bf16, scaling changes nothing here, so the
+# advice is for fp16.
 #
 # ## The ten practices
 #
@@ -77,7 +77,7 @@ for dtype in (fp16, bf16):
 # | 2. Start with the scaler's defaults | right | if the scale is too high, the scaler skips a step and halves the scale ([03](03_grad_scaler_step_by_step.ipynb)) |
 # | 3. Watch the accuracy | right, with several seeds | two fp32 runs with different seeds differ too ([04](04_fp32_vs_amp.ipynb)) |
 # | 4. Only the forward pass in autocast | right | see [below](#Only-the-forward-pass-in-autocast) |
-# | 5. No casts by hand | right, with [exceptions](09_xray_your_model.ipynb#The-surprise-in-cross-entropy) | autocast casts for you, and cannot undo the rounding of a `.half()` ([02](02_autocast_dtypes.ipynb)) |
+# | 5. No casts by hand | right, with [exceptions](09_xray_your_model.ipynb#The-surprise-in-cross-entropy) | autocast casts for you, but cannot undo the rounding of a `.half()` ([02](02_autocast_dtypes.ipynb)) |
 # | 6. Always use the scaler | only for fp16 | bf16 has about the range of fp32 ([01](01_number_formats.ipynb)) |
 # | 7. Tune the initial scale and the growth interval | rarely needed | see 2 |
 # | 8. Stay current with PyTorch | right | `torch.cuda.amp.autocast()` raises a warning ([13](13_from_apex.ipynb)) |
@@ -145,8 +145,8 @@ assert exact.dtype is blurred.dtype is fp32
 # %% [markdown]
 # - **After the block**, the island's two matmuls run in fp32, as they should. The third matmul belongs to the first
 #   layer.
-# - **Inside the block**, the island's matmuls run in bf16. Its gradient is less exact, but is still an fp32 tensor,
-#   so its dtype does not show the mistake.
+# - **Inside the block**, the island's matmuls run in bf16. The gradient of the island's weight is less exact. This
+#   gradient is still an fp32 tensor, so its dtype does not show the mistake.
 #
 # ## Profile before and after
 #
@@ -160,7 +160,7 @@ assert low is bf16 or report.speedup("fp16") >= 1.25  # what `amp-lab doctor` ca
 
 # %% [markdown]
 # We profile the forward and backward pass of three convolutions in fp32 and in low precision. With
-# `record_shapes=True`, the profiler's JSON file (the *trace*) contains the dtypes of the inputs of each op.
+# `record_shapes=True`, the profiler's JSON file (the *trace*) contains the input dtypes of each op.
 # <!-- tests/notebooks/test_14_ten_practices.py -->
 
 # %%
@@ -181,7 +181,7 @@ def profile_once(step):
 
 
 # %% [markdown]
-# From the trace, we count the ops with the dtype of their first input, and the casts.
+# From the trace, we count the casts, and the ops by the dtype of their first input.
 # <!-- tests/notebooks/test_14_ten_practices.py -->
 
 # %%
@@ -229,8 +229,8 @@ for precision, (_, events) in profiles.items():
     assert used == {"convolution": precision, "convolution_backward": precision}
 
 # %% [markdown]
-# Both passes ran in the same dtype, although the autocast block ended before `backward`. Next we list the four most
-# expensive ops and count the casts:
+# The forward and the backward pass ran in the same dtype, although the autocast block ended before `backward`. Next we
+# list the four most expensive ops and count the casts:
 
 # %% tags=["nbval-ignore-output"]
 self_time = "self_device_time_total" if device.type == "cuda" else "self_cpu_time_total"
@@ -244,12 +244,11 @@ for precision, (found, events) in profiles.items():
     assert (casts == 0) == (precision == "fp32")
 
 # %% [markdown]
-# Autocast adds the casts. Profiles before and after show where AMP saves time.
+# Autocast adds the casts. Profiles without and with AMP show where AMP saves time.
 #
 # ## Summary
 #
-# - Eight of the ten practices are right. You need the scaler only for fp16, and its settings rarely need
-#   a change.
+# - Eight of the ten practices are right. The scaler is for fp16, and its settings rarely need a change.
 # - End the autocast block before `backward`.
 # - A trace with `record_shapes=True` shows dtypes and casts.
 #
@@ -312,7 +311,7 @@ exercises.check_casts(casts_in_forward)
 # casts_in_forward = 3 + 3 + 1  # weights, biases and the input
 # ```
 #
-# Only the first layer casts its input: the other inputs are already fp16.
+# Of the three inputs, autocast casts only the first, because the others are already fp16.
 #
 # </details>
 #
