@@ -62,7 +62,7 @@ with torch.device("meta"):
     assert resnet50().conv1(torch.empty(512, 3, 224, 224)).shape == maps.shape
 
 # %% [markdown]
-# In FP32 this single tensor takes a quarter of the GPU's memory. In fp16, it takes half as many bytes.
+# In FP32 this single tensor takes about a quarter of the GPU's memory. In fp16, it takes half as many bytes.
 #
 # ## A frozen backbone and a new head
 #
@@ -89,8 +89,8 @@ print(f"{len(data.train)} images for training, {len(data.test)} for testing")
 assert data.name == "caltech256"
 
 # %% [markdown]
-# To freeze the backbone, we switch off the gradients of all parameters. Then we create the new head,
-# whose gradients are on. How many parameters are left to train, for 256 classes?
+# To freeze the backbone, we set `requires_grad=False` for all parameters. Then we create the new head, whose
+# parameters have `requires_grad=True`. How many parameters are left to train, for 256 classes?
 
 
 # %%
@@ -127,7 +127,8 @@ assert len(changed) == 3 * 53  # mean, variance and a counter, in each of 53 bat
 #
 # ## Train in each precision
 #
-# The same function trains in FP32 and with AMP. The comment `# AMP` marks what AMP adds or changes.
+# The same function trains in FP32 and with AMP. The comment `# AMP` marks the autocast block and the calls of the
+# scaler's methods.
 
 
 # %%
@@ -170,8 +171,8 @@ def train(precision):
 
 
 # %% [markdown]
-# On a CPU we compare FP32 with bf16. On a GPU we compare FP32 with each faster precision. Every
-# precision gets the same images in the same order. <!-- tests/train/data/test_images.py -->
+# On a CPU we compare FP32 with bf16. On a GPU we compare FP32 with each precision that `describe_device` reports as
+# accelerated. Every precision gets the same images in the same order. <!-- tests/train/data/test_images.py -->
 
 # %% tags=["nbval-ignore-output"]
 precisions = [Precision.FP32, Precision.BF16]
@@ -187,15 +188,15 @@ for precision in precisions:
     assert abs(accuracy - fp32_accuracy) <= 3 * 2**0.5 * error
 
 # %% [markdown]
-# The percentage beside a loss is the difference from FP32. A difference of a few percent may come from chance,
-# because we trained only once in each precision. Here the backbone has random weights, and both accuracies are
-# no better than guessing among four classes.
+# The percentage beside a loss is the difference from FP32. We trained only once in each precision, so a difference of
+# a few percent may come from chance. Here the backbone has random weights, and both accuracies are no better than
+# guessing among four classes.
 #
 # ## Count the memory of a step
 #
-# Why did FP32 not fit at batch 512? We count bytes, with a
-# [`TorchDispatchMode`](https://docs.pytorch.org/docs/stable/notes/extending.html). The mode sees each operation
-# that runs inside its `with` block, and the tensors that the operation returns. Our mode does two things:
+# Why did FP32 not fit at batch 512? We count bytes with a
+# [`TorchDispatchMode`](https://docs.pytorch.org/docs/stable/notes/extending.html). PyTorch calls this mode for
+# operations inside its `with` block, so the mode can inspect the tensors that they return. Our mode does two things:
 #
 # 1. It keeps a dictionary of the *storages* (blocks of memory) of these tensors. When a storage is
 #    freed, its entry disappears.
@@ -297,9 +298,9 @@ assert 0.85 < gib["FP32, batch 512"] / 6 < 1
 #
 # ## Train the backbone too
 #
-# The backward pass ends at the head if the backbone is frozen, so autograd saves no activations of the
-# backbone. If we train the backbone too, autograd saves them, and AdamW keeps state for all weights. Before
-# you run this: will a step with AMP and 512 images fit into 6 GiB?
+# The backward pass ends at the head if the backbone is frozen, so autograd saves no activations inside the backbone.
+# If we train the backbone too, autograd saves its activations, and AdamW allocates state for all weights. Before you
+# run this: will a step with AMP and 512 images fit into 6 GiB?
 
 # %%
 unfrozen = {
@@ -335,15 +336,15 @@ workspace.cleanup()  # deletes generated pictures
 # %% [markdown]
 # ## Summary
 #
-# - With 512 images in FP32, a frozen backbone lowers the memory of a step from 41.6 to 5.4 GiB. AMP about halves
-#   each of these two sizes.
+# - With 512 images in FP32, a frozen backbone lowers the memory of a step from 41.6 to 5.4 GiB. AMP roughly halves
+#   both sizes.
 # - In training mode, the running averages of a frozen backbone still change.
 # - On a CPU and on CUDA, AMP halves the bytes of each layer's output in our ResNet-50. Weights, their gradients,
 #   optimizer state and images stay in fp32. <!-- tests/notebooks/test_06_caltech256_resnet50.py -->
 # - Under `FakeTensorMode`, our dispatch mode counts the memory of a step that does not fit into your
 #   machine.
 #
-# Next, [notebook 07](07_training_recipes.ipynb) combines AMP with the rest of your training loop.
+# Next, [notebook 07](07_training_recipes.ipynb) shows how to combine AMP with the rest of your training loop.
 #
 # ## Exercises
 #
@@ -424,8 +425,8 @@ exercises.check_head_mode(head_mode)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# Each module is in training mode or in evaluation mode. If you call `eval()` on a module, you also set the mode of all modules
-# inside it.
+# Each module is in training mode or in evaluation mode. `module.eval()` also sets the mode of all modules inside
+# `module`.
 #
 # </details>
 #
@@ -438,8 +439,8 @@ exercises.check_head_mode(head_mode)
 #     return model
 # ```
 #
-# In `train`, you would replace `.train()` by `head_mode(model)`, because `.train()` switches the whole network
-# to training mode.
+# In `train`, you would call `head_mode(model)` instead of `.train()`, because `.train()` switches the whole network to
+# training mode.
 #
 # </details>
 #
@@ -466,7 +467,8 @@ exercises.check_halved(halved)
 # ```
 #
 # You created the images and the weights in fp32. Gradients and AdamW's moments by default have the dtype of
-# their weight. Only the activations are results of ops under autocast. <!-- tests/notebooks/test_exercises.py -->
+# their weight. Of the five, only the activations are results of ops under autocast. <!--
+# tests/notebooks/test_exercises.py -->
 #
 # </details>
 #

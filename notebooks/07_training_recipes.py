@@ -9,13 +9,13 @@
 # %% [markdown]
 # # Combine AMP with the rest of your training loop
 #
-# **What you'll do.** Add AMP to seven things that training loops do besides forward, backward and step. Then see
-# what happens if you leave a line out.
+# **What you'll do.** Add AMP to seven things that training loops do besides forward, backward and step. See what
+# happens if you leave a line out.
 #
 # **What you'll learn.**
 # - two rules about scaled gradients, from which most recipes follow;
 # - which parts of a loop need no change under AMP;
-# - what a missing line does.
+# - what goes wrong if a line is missing.
 #
 # **What you need.** [Notebook 02](02_autocast_dtypes.ipynb) for `torch.autocast` and [notebook
 # 03](03_grad_scaler_step_by_step.ipynb) for `GradScaler`. You need no GPU. Run the cells up to the first
@@ -52,8 +52,8 @@ torch.set_num_threads(1)  # the tensors here are too small to share among CPU co
 # ## The idea in five lines
 #
 # We want to clip a gradient of length 0.5 to a length of 0.1. In fp16 with a `GradScaler`, `backward` gives us
-# this gradient multiplied by the loss scale, 65,536. Before you run this: does it matter whether we
-# divide by the scale before or after we clip?
+# this gradient multiplied by the loss scale, here 65,536. Before you run this: does it matter whether we divide by the
+# scale before or after we clip?
 
 # %%
 scaled = torch.tensor([0.3, 0.4]) * 65536  # the gradient after backward
@@ -65,11 +65,11 @@ assert math.isclose(divided_first.norm(), 0.1, rel_tol=1e-6)
 assert math.isclose(clipped_first.norm(), 0.1 / 65536, rel_tol=1e-6)
 
 # %% [markdown]
-# If we clip first, the gradient is 65,536 times too short, so SGD hardly changes the weights. No error is raised.
-# Most recipes follow from two rules:
+# Here, clipping first makes the gradient 65,536 times too short, so SGD hardly changes the weights. No error is
+# raised. Most recipes follow from two rules:
 #
-# - **Code that reads or changes gradients belongs after `unscale_`**, which divides them by the scale.
-# - **Code that computes gradients starts from `scaler.scale(…)`.**
+# - **Read or change gradients only after `unscale_`**, which divides the gradients by the scale.
+# - **Compute gradients from the scaled loss, `scaler.scale(loss)`.**
 #
 # ## The setting
 #
@@ -81,7 +81,7 @@ batches, new_model = problem.batches, problem.new_model
 assert [len(x) for x, _ in batches] == [16, 16, 16, 16, 8]
 
 # %% [markdown]
-# This is the AMP loop. The comment `# AMP` marks the lines that differ from the fp32 loop in
+# This is the AMP loop. The comment `# AMP` marks the lines of the loop that differ from the fp32 loop in
 # [`course/recipes.py`](course/recipes.py). <!-- tests/notebooks/test_07_training_recipes.py -->
 
 
@@ -100,7 +100,7 @@ def train_amp(model, optimizer, scaler, dtype):
 # The loop works for fp16 and for bf16. Create its scaler with
 # `torch.amp.GradScaler(device.type, enabled=dtype is torch.float16)`. For bf16 this scaler is
 # [disabled](https://github.com/pytorch/pytorch/blob/main/torch/amp/grad_scaler.py): `scale` returns the loss
-# unchanged, `step` only calls `optimizer.step()`, and `unscale_` and `update` do nothing.
+# unchanged, and `unscale_` and `update` do nothing. `step` only calls `optimizer.step()`.
 #
 # ## How a recipe is checked
 #
@@ -111,7 +111,7 @@ def train_amp(model, optimizer, scaler, dtype):
 problem.check_same(recipes.train_plain, train_amp)
 
 # %% [markdown]
-# With the next helpers, we look at single steps.
+# We use the next helpers to look at single steps.
 
 
 # %%
@@ -138,8 +138,7 @@ def gradient_norm(model):
 # %% [markdown]
 # ## Clip gradients
 #
-# Clipping reads gradients, so `unscale_` comes first. `step` notices that the gradients are already
-# unscaled, and does not divide them again.
+# Clipping reads gradients, so `unscale_` comes first. Afterwards, `step` does not divide the gradients again.
 
 
 # %%
@@ -175,17 +174,17 @@ assert math.isclose(norms["backward"] / norms["unscale_"], 2**16, rel_tol=1e-6)
 assert math.isclose(norms["step"], MAX_NORM, rel_tol=1e-3)
 
 # %% [markdown]
-# `unscale_` restores the gradient's true length, and clipping shortens it to 0.1.
+# `unscale_` restores the gradient's true length, and clipping shortens the gradient to 0.1.
 #
 # **If a gradient is infinite**, clipping multiplies it by 0.1 / inf = 0, which gives NaN. In fp16 the scaler skips
-# the step. In bf16 nothing skips it, so weights become NaN. To get an error in bf16 instead, call `clip_grad_norm_`
-# with `error_if_nonfinite=True`. <!-- tests/notebooks/test_07_training_recipes.py -->
+# the step. In bf16 the step is not skipped, so weights become NaN. To get an error in bf16 instead, call
+# `clip_grad_norm_` with `error_if_nonfinite=True`. <!-- tests/notebooks/test_07_training_recipes.py -->
 #
 # ## Accumulate gradients
 #
 # If a batch does not fit into memory, add up the gradients of a group of small batches before one step. We weight
-# each small batch by its share of the samples, because the last one may be shorter.
-# <!-- tests/notebooks/test_07_training_recipes.py -->
+# each small batch by its share of the samples, because the last batch may be smaller. <!--
+# tests/notebooks/test_07_training_recipes.py -->
 #
 # Call `scale` for every batch. Call `step` and `update` only at the end of a group, because all gradients
 # in a sum must have the same scale. If you clip as well, call `unscale_` at the end of the group.
@@ -210,7 +209,7 @@ problem.check_same(recipes.accumulate_plain, accumulate_amp)
 # %% [markdown]
 # ## Penalise gradients
 #
-# A gradient penalty is a term of the loss that contains gradients.
+# A gradient penalty is a term of the loss that is computed from gradients.
 #
 # 1. Compute the gradients in the penalty (the *inner gradients*) from the scaled loss, so that fewer of them
 #    underflow in fp16.
@@ -245,9 +244,9 @@ problem.check_same(recipes.penalty_plain, penalty_amp)
 #
 # ## Schedule the learning rate
 #
-# The fp32 loop calls `scheduler.step()` after every step. In fp16 the scaler may skip a step, and the schedule
-# should not count a skipped step. The loss scale shows which step was skipped: after such a step, [`scaler.update`
-# lowers the scale](https://github.com/pytorch/pytorch/blob/main/torch/amp/grad_scaler.py).
+# The fp32 loop calls `scheduler.step()` after every step. In fp16 the scaler may skip a step, but the schedule should
+# not count a skipped step. The loss scale shows which step was skipped: after such a step, [`scaler.update` lowers the
+# scale](https://github.com/pytorch/pytorch/blob/main/torch/amp/grad_scaler.py).
 
 
 # %%
@@ -304,15 +303,16 @@ assert torch.equal(recomputed, problem.change(train_amp, torch.float16))
 # checkpointed part needs no gradient (such as a batch of data), this part does not learn. There may be no error.
 # <!-- tests/notebooks/test_07_training_recipes.py -->
 #
-# **If `backward` raises `… not found in storage`**, pass `cache_enabled=False` to autocast. This error can occur
-# if you call `checkpoint` with `context_fn`. <!-- tests/notebooks/test_07_training_recipes.py -->
+# **If `backward` raises `… not found in storage`**, try autocast with `cache_enabled=False`. This error can occur if
+# you call `checkpoint` with `context_fn` and two checkpointed parts share a weight. <!--
+# tests/notebooks/test_07_training_recipes.py -->
 #
 # ## Use several losses and optimizers
 #
-# Use one scaler for all losses and optimizers. Call `scale` for every loss, `step` for every optimizer,
-# and `update` once, at the end. An `update` between two steps may change the scale, but the second
-# optimizer's gradients are still multiplied by the old scale. In the next cell, we put infinities
-# into a gradient of the first optimizer:
+# One scaler is enough for several losses and optimizers. Call `scale` for every loss, and `step` for every optimizer.
+# Call `update` once, at the end. An `update` between two steps may change the scale, but the second optimizer's
+# gradients are still multiplied by the old scale. In the next cell, we put infinities into a gradient of the first
+# optimizer:
 
 
 # %%
@@ -346,8 +346,8 @@ assert math.isclose(ratio, 2, rel_tol=1e-3)
 #
 # ## Load half precision weights
 #
-# By default, `load_state_dict` copies values *into* the parameters, which stay fp32. So a file of fp16 weights needs
-# no change. But with `assign=True` or after `.half()`, the parameters can be in 16 bits:
+# By default, `load_state_dict` copies values *into* the parameters, so fp32 parameters stay fp32 if the file has fp16
+# weights. But with `assign=True` or after `.half()`, the parameters can be in 16 bits:
 #
 # - If parameters are fp16, the scaler [can refuse](08c_scaler.ipynb#The-parameters-are-fp16) to unscale their
 #   gradients.
@@ -379,7 +379,7 @@ assert message == "Attempting to unscale FP16 gradients."
 # - **Average the weights (EMA).** AMP needs no change, because the weights are fp32. Keep the average in
 #   fp32 too: in 16 bits, its small updates may be rounded away.
 # - **Compile the model.** Call `torch.compile(model)` as you would without AMP. Use the same autocast settings in
-#   every call, or PyTorch compiles the model again ([notebook
+#   every call, because other settings make PyTorch compile the model again ([notebook
 #   18](18_inference_and_export.ipynb#What-torch.compile-changes)).
 # - **Evaluate during training.** Evaluate in a separate autocast block. By default, the block of a training step
 #   keeps 16-bit copies of the weights, which are out of date after the optimizer step.
@@ -515,7 +515,7 @@ exercises.check_end_of_step(end_of_step)
 #         scheduler.step()
 # ```
 #
-# `update` changes the scale, so read `before` first.
+# `update` changes the scale, so call `get_scale` before it.
 #
 # </details>
 #
@@ -556,5 +556,5 @@ exercises.check_after_unscale(after_unscale)
 #
 # - PyTorch, [Automatic Mixed Precision
 #   examples](https://docs.pytorch.org/docs/stable/notes/amp_examples.html).
-# - PyTorch, [`torch.utils.checkpoint`](https://docs.pytorch.org/docs/stable/checkpoint.html): how the two kinds
-#   differ.
+# - PyTorch, [`torch.utils.checkpoint`](https://docs.pytorch.org/docs/stable/checkpoint.html): how the two kinds of
+#   checkpoint differ.

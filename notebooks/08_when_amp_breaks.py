@@ -30,8 +30,8 @@ device, scale = start()  # AMP_LAB_DEVICE and AMP_LAB_SCALE override the choice
 # %% [markdown]
 # ## Paste your message
 #
-# `explain` finds known failures by their message. Dtypes and numbers in your message may differ from
-# those that `explain` knows.
+# `explain` finds known failures by their message. Your message may have other dtypes and numbers than the stored
+# message.
 
 # %%
 message = """
@@ -57,10 +57,10 @@ assert failure.code == "AMP0018"
 #
 # 1. **Are the parameters that you train fp32?** If one of them has another dtype, [convert it
 #    first](08c_scaler.ipynb#The-parameters-are-fp16).
-# 2. **Does each forward pass have its own autocast block, and do you convert the block's output with
-#    `.float()`?** If not, look at [dtypes](08e_dtypes.ipynb).
-# 3. **Does each training step call `scale`, `backward`, `unscale_`, clipping, `step` and `update`
-#    once, in this order?** If not, look at [the scaler](08c_scaler.ipynb).
+# 2. **Does each forward pass run in a separate autocast block, and do you convert its output with `.float()`?** If
+#    not, look at [dtypes](08e_dtypes.ipynb).
+# 3. **Does each training step call `scale`, `backward`, `step` and `update` in this order, and clip only after
+#    `unscale_`?** If not, look at [the scaler](08c_scaler.ipynb).
 # 4. **Does the failure disappear in bf16?** If so, the range of fp16 is the likely cause: look at
 #    [values](08a_values.ipynb).
 # 5. **Does the loss scale stay above 1, with a skipped step now and then?** If the scale only falls,
@@ -68,8 +68,8 @@ assert failure.code == "AMP0018"
 #
 # ## All failures
 #
-# Search this page with Ctrl+F. Dots in a message stand for text that depends on the program. To read the cause and
-# the fix of a failure, follow its link, or pass its code to `amp-lab explain`.
+# Search this page with Ctrl+F. Dots in a message stand for text that depends on the program. To read the cause and the
+# fix of a failure, pass its code to `amp-lab explain`. The links lead to pages on the subject.
 
 # %% [markdown]
 # <!-- index of failures -->
@@ -372,11 +372,11 @@ assert failure.code == "AMP0018"
 # %% [markdown]
 # ## Summary
 #
-# - `amp-lab explain` finds a failure by its message, by a log, or by a
-#   description. <!-- tests/failures/test_explanation.py -->
-# - If there is no message, ask the five questions.
+# - `amp-lab explain` finds known failures from a message, a log or a description. <!--
+#   tests/failures/test_explanation.py -->
+# - If there is no message, answer the [five questions](#Five-questions).
 #
-# Next: [notebook 09](09_xray_your_model.ipynb) shows in which dtypes a model runs, before you run it.
+# Next: [notebook 09](09_xray_your_model.ipynb) shows in which dtypes a model will run.
 #
 # ## Exercises
 #
@@ -442,15 +442,15 @@ exercises.check_diagnosis(codes)
 # ```
 #
 # In the first run, the cast weights come from the cache of an outer autocast block. In the second run, clipping
-# gets gradients that are still scaled. In the third run, one bad batch has made the buffers of batch
-# normalisation NaN.
+# gets gradients that are still scaled. In the third run, one bad batch has made the buffers of batch normalisation inf
+# or NaN.
 #
 # </details>
 #
 # ### 3. Mask scores in any dtype
 #
-# Complete `mask_scores`. Where `mask` is True a score is hidden. It must work in fp16, bf16 and fp32, and a row that
-# is hidden everywhere must not become NaN in the softmax.
+# Complete `mask_scores`. A score is hidden where `mask` is True. `mask_scores` must work in fp16, bf16 and fp32. A row
+# that is hidden everywhere must not become NaN in the softmax.
 
 
 # %%
@@ -463,8 +463,8 @@ exercises.check_masked(mask_scores)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# [A mask value does not fit into fp16](08a_values.ipynb#A-mask-value-does-not-fit-into-fp16) shows which ways
-# work. Where do you get the number that you fill in?
+# [A mask value does not fit into fp16](08a_values.ipynb#A-mask-value-does-not-fit-into-fp16) shows what works. Where
+# do you get the number that you fill in?
 #
 # </details>
 #
@@ -507,7 +507,7 @@ exercises.check_advance(advance)
 #         scheduler.step()
 # ```
 #
-# Here, a skipped step lowers the scale. After a good step, the scale stays or grows.
+# Here, `update` lowers the scale after a skipped step. After a good step, the scale stays or grows.
 #
 # </details>
 #

@@ -93,12 +93,12 @@ assert loss_in(torch.float16, model).isnan()
 # **Why.** In fp16, an output of 65520 or more becomes infinite. Infinity minus infinity, as in a normalisation, is
 # NaN.
 #
-# **The fix.** If inf or NaN appears only in fp16, use bf16, which has nearly the range of fp32. Or run the layers that
-# overflow in fp32: switch autocast off around them, and cast their inputs with `.float()`. If NaN appears in fp32 too,
-# look for NaN in the data, and use `amp_lab.numerics.find_nonfinite` to find the op that produces the NaN.
+# **The fix.** If inf or NaN appears only in fp16, use bf16, which has nearly the range of fp32. Or keep the
+# overflowing layers in fp32: switch autocast off around them, and cast their inputs with `.float()`. If NaN appears in
+# fp32 too, look for NaN in the data, and use `amp_lab.numerics.find_nonfinite` to find the op that produces the NaN.
 #
-# The next matmul casts its input to fp16 again, so the values must be small there. Here, the normalisation makes
-# them small. <!-- tests/notebooks/test_08a_values.py -->
+# Under autocast, the next matmul casts its input to fp16 again, so this input must be small. Here, the normalisation
+# makes it small. <!-- tests/notebooks/test_08a_values.py -->
 
 
 # %%
@@ -126,7 +126,7 @@ torch.testing.assert_close(loss_in(torch.float16, repaired), exact, rtol=0.01, a
 assert torch.tensor(150_000.0).half().clamp(max=65504) == 65504
 
 # %% [markdown]
-# **Notice the failure earlier.** `find_nonfinite` names the op and the module that made the inf:
+# **Notice the failure earlier.** `find_nonfinite` reports the op and the module that produced the inf:
 
 # %%
 with find_nonfinite(model) as finder:
@@ -208,7 +208,7 @@ assert (torch.tensor([-16.0, -15.0]).half() + lowest).isinf().tolist() == [True,
 # words = "key_padding_mask src_key_padding_mask left padding fully masked softmax sdpa scaled_dot_product_attention attn_mask causal empty sequence bert gemma batched prefill"
 # -->
 #
-# **What you see.** Attention returns NaN for padded positions. Then the loss or the gradients are NaN.
+# **What you see.** Attention returns NaN for padded positions. Then the loss or the gradients can be NaN.
 #
 # **A small example.** We mask all keys for the first of two positions.
 
@@ -225,7 +225,7 @@ print(attend(v, hidden))
 assert attend(v, hidden)[0].isnan().all()
 
 # %% [markdown]
-# **Why.** All scores of the row are -inf, so their softmax is 0/0, which is NaN.
+# **Why.** All scores of the masked row are -inf, so their softmax is 0/0, which is NaN.
 #
 # **The fix.** Unmask each fully masked row, and exclude these rows from the loss. In transformers, try
 # `attn_implementation="eager"`, which masks with a finite number. <!-- tests/notebooks/test_08a_values.py -->
@@ -243,8 +243,8 @@ assert attend(v, hidden & ~nowhere).tolist() == [[1, 1], [1, 1]]
 # - `nn.MultiheadAttention` and `nn.TransformerEncoderLayer` in evaluation without gradients: call
 #   `torch.backends.mha.set_fastpath_enabled(False)`.
 #
-# **Not this.** Do not apply `nan_to_num` to the output of attention: the output is then finite, but the
-# gradients are still NaN.
+# **Not this.** Do not apply `nan_to_num` to the output of attention: the output is then finite, but the gradients can
+# still be NaN.
 
 # %%
 attend(v, hidden).nan_to_num().sum().backward()
@@ -300,12 +300,12 @@ assert probabilities.argmax() == 0  # so greedy decoding chooses token 0
 
 # %% [markdown]
 # **Why.** The logits are usually inf or NaN, for example because the model was trained in bf16 and its hidden values
-# overflow in fp16. `Categorical` can also raise an error (`Simplex()`) for finite 16-bit probabilities, because their
+# overflow in fp16. `Categorical` can also raise an error (`Simplex()`) for finite 16-bit probabilities if their
 # rounded sum is too far from 1.
 # <!-- tests/notebooks/test_08a_values.py -->
 #
 # **The fix.** Load the model in the dtype in which it was trained, such as `dtype=torch.bfloat16`. On a GPU without
-# bf16, use fp32, or keep the layers that overflow in fp32. If the logits are still not finite, look for NaN in the
+# bf16, use fp32, or keep the overflowing layers in fp32. If the logits are still not finite, look for NaN in the
 # weights. If the logits are finite, pass `logits.float()` or `probs.float()` to the distribution.
 
 # %%
@@ -315,8 +315,8 @@ assert torch.multinomial(logits_in(torch.bfloat16).softmax(-1), 1).item() in (0,
 # [Notebook 19](19_choose_your_precision.ipynb#Trained-in-bf16,-on-a-GPU-without-it) shows how to find the layers
 # that overflow.
 #
-# **Not this.** Do not turn sampling off, and do not set `remove_invalid_values=True`: the error disappears, but
-# the model still computes NaN or inf. <!-- tests/notebooks/test_08a_values.py -->
+# **Not this.** Do not just turn sampling off or set `remove_invalid_values=True`: the error disappears, but the model
+# still computes NaN or inf. <!-- tests/notebooks/test_08a_values.py -->
 
 # %% [markdown]
 # ## NaN because an epsilon of 1e-8 is zero in fp16
@@ -354,8 +354,9 @@ assert torch.tensor(1e-8).half() == 0
 #
 # With its default epsilon of 1e-12, `F.normalize` can return NaN for a row of zeros in fp16.
 #
-# **The fix.** Compute the division in fp32, on `h.float()`. If you train, also use a larger epsilon, such as 1e-3,
-# because a tiny epsilon makes the gradient of a row of zeros huge. <!-- tests/remedies/test_nonfinite_remedies.py -->
+# **The fix.** Divide in fp32: cast the tensor with `.float()` first. If you train, also use a larger epsilon, such as
+# 1e-3, because a tiny epsilon makes the gradient of a row of zeros huge. <!--
+# tests/remedies/test_nonfinite_remedies.py -->
 
 # %%
 assert F.normalize(h.half())[1].isnan().all()
@@ -397,7 +398,7 @@ for dtype in (torch.float32, torch.float16, torch.bfloat16):
 # adding `1e-8` to `p` does not help. The logarithm of 0 is -inf, and 0 times -inf is NaN.
 #
 # **The fix.** Compute the loss from logits: `F.binary_cross_entropy_with_logits`, `F.cross_entropy` or
-# `F.logsigmoid`. If the formula needs probabilities, compute them in fp32, `logits.float().sigmoid()`, with an
+# `F.logsigmoid`. If the formula needs probabilities, compute them in fp32 with `logits.float().sigmoid()` and an
 # epsilon of 1e-7 or more.
 
 # %%
@@ -484,7 +485,7 @@ assert (2 * pixels / (pixels + pixels)).isnan()  # a Dice score
 # words = "batchnorm batch norm running_mean running_var buffers eval validation inference batchnorm1d"
 # -->
 #
-# **What you see.** The scaler skipped one step, and training went on. Later the model returns NaN in evaluation.
+# **What you see.** The scaler skipped one step, but training went on. Later the model returns NaN in evaluation.
 #
 # **A small example.** We train a model with batch normalisation. The second batch overflows.
 
@@ -506,9 +507,9 @@ assert all(parameter.isfinite().all() for parameter in model.parameters())
 assert not all(buffer.isfinite().all() for buffer in model.buffers())
 
 # %% [markdown]
-# **Why.** A batch that overflowed has made the running mean or variance of batch normalisation inf or NaN. A skipped
-# optimizer step does not protect these buffers. Training mode normalises without these buffers, but evaluation uses
-# them.
+# **Why.** A batch that overflows can make the running mean or variance of batch normalisation inf or NaN. A skipped
+# optimizer step does not protect these buffers. Training mode does not use these buffers to normalise, but evaluation
+# does.
 #
 # **The fix.** Measure the running statistics again on good batches, with `torch.optim.swa_utils.update_bn(loader,
 # model, device)`. Then repair the overflow.
@@ -562,14 +563,15 @@ print(message_of(lambda: masked_step(torch.amp.GradScaler("cpu", init_scale=2.0*
 # detection stops at this NaN, although the scaler would skip the step.
 #
 # **The fix.** Search for the NaN with a scale of 1 that does not grow: `GradScaler(init_scale=1.0,
-# growth_interval=10**9)`. If the error remains, or if you use no scaler, the scale is not the cause: repair the op that the message names.
+# growth_interval=10**9)`. If the error remains, look for the cause at the op that the message names. Do the same if
+# you use no scaler.
 
 # %%
 assert masked_step(torch.amp.GradScaler("cpu", init_scale=1.0)).tolist() == [0.0, 1.0]
 
 # %% [markdown]
-# **Not this.** Do not remove the scaler from an fp16 run because of this message: small gradients then become zero.
-# Switch anomaly detection off instead.
+# **Not this.** Do not remove the scaler from an fp16 run because of this message: small gradients can then become
+# zero. Switch anomaly detection off instead.
 
 # %% [markdown]
 # ## Further reading

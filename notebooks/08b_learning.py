@@ -60,8 +60,7 @@ x = torch.tensor([[1.0, 2.0]])  # (1, 2), the input of several programs below
 # **What you see.** Every step is skipped, and the scale halves each time, from 65536 down to 0. The
 # loss itself may look good.
 #
-# **A small example.** The loss takes the root of the square of each weight. One weight starts at
-# zero.
+# **A small example.** The loss sums the square root of each squared weight. One weight starts at zero.
 
 
 # %%
@@ -90,11 +89,12 @@ assert scales[165:] == [0.0] * 5  # twice 0 is 0: it stays there
 
 # %% [markdown]
 # **Why.** At any scale, at least one gradient is infinite or NaN, so a smaller scale does not help. Typical sources
-# are a square root at 0, `log(0)`, 0/0, a NaN in the data, or an activation that overflows in fp16.
+# are ops such as `log(0)`, 0/0 and a square root at 0. Others are a NaN in the data or an activation that overflows in
+# fp16.
 # <!-- tests/notebooks/test_08b_learning.py -->
 #
 # **The fix.** Run one step inside `amp_lab.numerics.find_nonfinite(model)`, which reports where the inf or NaN comes
-# from. Then change that operation or the data. For a square root, add a small number under the root.
+# from. Then change this op or the data. For a square root, add a small number under the root.
 # <!-- tests/notebooks/test_08b_learning.py -->
 
 
@@ -158,7 +158,7 @@ print("largest gradient:", lost.max().item())
 assert lost.count_nonzero() == 0
 
 # %% [markdown]
-# **Why.** In fp16, a gradient below 2^-25 (about 3e-8) becomes zero.
+# **Why.** In fp16, a gradient smaller than 2^-25 (about 3e-8) becomes zero.
 #
 # Here, each output has the gradient 6e-9.
 #
@@ -199,11 +199,11 @@ assert (report.outputs.lost(1.0), report.smallest_scale) == (1, 8)
 # torch = "before the repair of December 2025, which 2.11 has"
 # -->
 #
-# **What you see.** In older versions of PyTorch, some gradients are `None`, or `backward()` raises
-# `element 0 of tensors does not require grad and does not have a grad_fn`.
+# **What you see.** In older versions of PyTorch, some gradients can be `None`, or `backward()` can raise `element 0 of
+# tensors does not require grad and does not have a grad_fn`.
 #
 # **A small example.** We run one pass without gradients and one pass with gradients,
-# in the same autocast block. In this version, the gradient is right:
+# in the same autocast block. In this version of PyTorch, the gradient is right:
 
 # %%
 model, _ = make()
@@ -219,8 +219,8 @@ assert torch.equal(model[0].weight.grad, x.expand(2, 2))  # right, in this versi
 # 2.11](https://github.com/pytorch/pytorch/pull/165068), a pass under `torch.no_grad()` cached copies that
 # are not connected to the weights. A later pass in the same block used these copies, so the weights got no gradient.
 #
-# **The fix.** Close the outermost autocast block after the evaluation and open another one for training, or
-# update PyTorch.
+# **The fix.** Close the outermost autocast block after the evaluation and open a new block for training, or update
+# PyTorch.
 
 # %% [markdown]
 # ## The scaler runs with bf16, or the dtype is not the one you meant
@@ -275,7 +275,7 @@ assert pointless[-1] < max(pointless)  # it skips steps, too
 # **Why.** bf16 has nearly the range of fp32, so gradients rarely overflow and the scale of a `GradScaler` keeps
 # growing. Without `dtype=`, autocast by default uses fp16 on a CUDA GPU and bf16 on a CPU.
 #
-# **The fix.** Define the dtype in one place, pass it to autocast, and enable the scaler only for fp16:
+# **The fix.** Define the dtype in one place, and pass it to autocast. Enable the scaler only for fp16:
 # `GradScaler(enabled=(dtype is torch.float16))`.
 
 # %%
@@ -313,8 +313,8 @@ assert set(scales_in(torch.bfloat16, enabled=False)) == {1.0}
 # **What you see.** The loss stops falling earlier than with fp32 weights. Or some weights, such as
 # the weights of norms that start at 1, never change.
 #
-# **A small example.** With `assign=True`, the model takes over the bf16 tensors of a checkpoint. Then
-# we make a hundred small updates.
+# **A small example.** With `assign=True`, the parameters become the bf16 tensors of a checkpoint. Then we make a
+# hundred small updates.
 
 
 # %%
@@ -428,8 +428,8 @@ assert first_step(torch.ones(1).half(), [1e-6], eps=1e-4) == [1.0]  # nothing is
 # words = "RoPE rotary position embedding inv_freq cos sin cached arange index counter cumsum integer position_ids long context sin_cached cos_cached mistral"
 # -->
 #
-# **What you see.** A model that is good on short inputs fails on long ones, a count stops at 256, or an index is
-# out of range because 999 became 1000.
+# **What you see.** A model is good on short inputs, but bad on long ones. Or a count stops at 256, or an index is out
+# of range because 999 became 1000.
 #
 # **A small example.** We compute the angles of rotary position embeddings (RoPE), positions times
 # frequencies, with a matmul. Autocast runs the matmul in bf16.
@@ -554,8 +554,8 @@ assert 0.1 < (stored.float() == 0).float().mean() < 0.2
 # [torchao](https://github.com/pytorch/ao/blob/main/torchao/quantization/quantize_/workflows/float8/float8_tensor.py),
 # or keep the weights in bf16.
 #
-# By hand, divide the weight by a factor before the cast to FP8. Before the matmul, cast it back and multiply it by
-# this factor:
+# By hand, divide the weight by a factor before the cast to FP8. Before the matmul, cast the FP8 weight back and
+# multiply it by this factor:
 
 
 # %%

@@ -9,8 +9,7 @@
 # %% [markdown]
 # # Repair errors of the GradScaler
 #
-# **What you'll do.** Look up one failure: its message or symptom, a small example,
-# why it happens, and the fix.
+# **What you'll do.** Look up one failure: its symptom, a small example, the reason and the fix.
 #
 # **What you'll learn.** You will know how to repair these failures:
 # - [The parameters are fp16](#The-parameters-are-fp16);
@@ -83,7 +82,7 @@ assert "Attempting to unscale FP16 gradients." in message
 
 # %% [markdown]
 # **Why.** At least one parameter that you train is in fp16, so by default its gradient is in fp16 too. The
-# scaler refuses to divide a gradient by the scale in fp16, because small values would become zero. <!--
+# scaler refuses to divide a gradient by the scale in fp16, because small values could become zero. <!--
 # tests/notebooks/test_08c_scaler.py -->
 #
 # Two causes are easy to miss:
@@ -93,11 +92,11 @@ assert "Attempting to unscale FP16 gradients." in message
 #   model. <!-- tests/notebooks/test_08c_scaler.py -->
 #
 # **The fix.** Convert every parameter that you train to fp32, and let autocast make the fp16 copies. Frozen
-# weights may stay in fp16. Load the model with `dtype=torch.float32`, or for LoRA call
-# `cast_mixed_precision_params(model, torch.float16)` of PEFT or [`cast_training_params(model)` of
-# Diffusers](https://github.com/huggingface/diffusers/blob/main/src/diffusers/training_utils.py).
+# weights may stay in fp16. Load the model with `dtype=torch.float32`. For LoRA, call PEFT's
+# `cast_mixed_precision_params(model, torch.float16)` or [Diffusers'
+# `cast_training_params(model)`](https://github.com/huggingface/diffusers/blob/main/src/diffusers/training_utils.py).
 #
-# Without a library, convert them in a loop:
+# Without a library, convert the parameters in a loop:
 
 # %%
 adapted = nn.Sequential(nn.Linear(2, 2).requires_grad_(False), nn.Linear(2, 2)).half()
@@ -112,8 +111,8 @@ scaler.step(torch.optim.SGD(adapted[1].parameters(), lr=0.1))
 assert adapted[1].weight.grad.dtype is torch.float32
 
 # %% [markdown]
-# **Not this.** Do not change `allow_fp16` to `True` in the source of `GradScaler`: small gradients then become zero
-# when they are divided by the scale. <!-- tests/notebooks/test_08c_scaler.py -->
+# **Not this.** Do not change `allow_fp16` to `True` in the source of `GradScaler`: small gradients can then become
+# zero when they are divided by the scale. <!-- tests/notebooks/test_08c_scaler.py -->
 
 # %% [markdown]
 # ## Gradients are unscaled twice
@@ -164,8 +163,8 @@ assert "unscale_() has already been called on this optimizer since the last upda
 # is called. Often the loop clips after every batch of an accumulation, or leaves out `update()` when it skips a step.
 # <!-- tests/notebooks/test_08c_scaler.py -->
 #
-# **The fix.** Call `unscale_` and clip only once, after the last batch of the accumulation. Then call
-# `scaler.update()`, even if you skip the step. With Accelerate, [clip only `if
+# **The fix.** Call `unscale_` and clip only once, after the last batch of the accumulation. Call `scaler.update()` at
+# the end, even if you skip the step. With Accelerate, [clip only `if
 # accelerator.sync_gradients`](https://huggingface.co/docs/accelerate/package_reference/accelerator). If the error
 # comes [from the Trainer](https://github.com/huggingface/transformers/issues/23935), update Transformers and
 # Accelerate.
@@ -229,15 +228,14 @@ print(message)
 assert "No inf checks were recorded for this optimizer." in message
 
 # %% [markdown]
-# **Why.** Every `.grad` of this optimizer is `None`. For example, its parameters are frozen or belong to another copy
-# of the model. Or the loss does not depend on them: `.item()`, `.detach()`, `torch.tensor(...)` and ops without a
+# **Why.** All parameters of this optimizer have a `.grad` of `None`. For example, they are frozen or belong to another
+# copy of the model. Or the loss does not depend on them: `.item()`, `.detach()`, `torch.tensor(...)` and ops without a
 # derivative, such as `argmax`, disconnect the loss from the parameters.
 # <!-- tests/notebooks/test_08c_scaler.py -->
 #
-# **The fix.** If the parameters should not be trained in this step, call `scaler.step` only for the other
-# optimizers, and `scaler.update()` only if one of them steps. Otherwise unfreeze the parameters, leave out
-# `no_grad`, build the optimizer from the model that computes the loss, or combine losses with `+` or
-# `torch.stack`.
+# **The fix.** If the parameters should not be trained in this step, do not call `scaler.step` for their optimizer. If
+# no optimizer steps, leave out `scaler.update()` too. Otherwise unfreeze the parameters, or build the optimizer from
+# the model that computes the loss. Leave out `no_grad`, and combine losses with `+` or `torch.stack`.
 
 # %%
 assert two_parts(step_both=False) == [False, True]
@@ -246,7 +244,7 @@ torch.stack([*model(x)[0]]).sum().backward()
 assert model[0].weight.grad is not None
 
 # %% [markdown]
-# **Not this.** Do not call `loss.requires_grad_()`, or [pass `requires_grad=True` to
+# **Not this.** Do not call `loss.requires_grad_()` or [pass `requires_grad=True` to
 # `torch.tensor`](https://github.com/open-mmlab/mmsegmentation/issues/3230): then `backward()` runs, but the weights
 # still get no gradient.
 
@@ -314,17 +312,17 @@ for calls, message in messages.items():
 assert len(set(messages.values())) == 7
 
 # %% [markdown]
-# **Why.** An enabled scaler expects its methods in a fixed order. Until `update`, the scaler refuses a second
-# `unscale_` or `step` of the same optimizer, or `unscale_` after `step`. It can also refuse a call that comes too
-# early. You cannot pickle the scaler between `unscale_` or `step` and the next `update`. `update` also fails if the
+# **Why.** An enabled scaler expects its methods in a fixed order. Between two calls of `update`, call `unscale_` and
+# `step` at most once for each optimizer, and `unscale_` before `step`. A call that comes too early can also raise an
+# error. After `unscale_` or `step`, you cannot pickle the scaler until you call `update`. `update` also fails if the
 # `step` of a fused optimizer found no gradients.
 # <!-- tests/notebooks/test_08c_scaler.py -->
 #
 # **The fix.** For [every optimizer step](https://docs.pytorch.org/docs/stable/notes/amp_examples.html), call
-# `scaler.scale(loss).backward()` for each batch, `scaler.unscale_(optimizer)` if you clip, `scaler.step(optimizer)`
-# for each optimizer, and at the end `scaler.update()` once. With Accelerate or Lightning, do not call the scaler
-# yourself: replace `loss.backward()` by `accelerator.backward(loss)`, `fabric.backward(loss)`, or in Lightning
-# `self.manual_backward(loss)`. If your order is right, see [An optimizer has no
+# `scaler.scale(loss).backward()` for each batch. If you clip, then call `scaler.unscale_(optimizer)`. Call
+# `scaler.step(optimizer)` for each optimizer, and `scaler.update()` once at the end. With Accelerate or Lightning, do
+# not call the scaler yourself: replace `loss.backward()` with `accelerator.backward(loss)`, `fabric.backward(loss)` or
+# Lightning's `self.manual_backward(loss)`. If your order is right, see [An optimizer has no
 # gradients](#An-optimizer-has-no-gradients). <!-- tests/notebooks/test_08c_scaler.py -->
 
 # %%
@@ -374,14 +372,14 @@ assert math.isnan(weight_after_step(torch.optim.Adam, by_scaler=False, gradient=
 
 # %% [markdown]
 # **Why.** After `scaler.scale(loss).backward()` the gradients are multiplied by the scale, which by default starts at
-# 65536. `scaler.step(optimizer)` divides them by the scale if `unscale_` has not done so yet. It skips the step if a
-# gradient is infinite or NaN. `optimizer.step()` does neither. Adam's steps hardly depend on the size of the
-# gradients, but an infinite gradient makes its weight NaN.
+# 65536. `scaler.step(optimizer)` divides the gradients by the scale if `unscale_` has not done so yet. `scaler.step`
+#        also skips the step if a gradient is infinite or NaN. `optimizer.step()` does neither. Adam's steps hardly
+#        depend on the size of the gradients, but an infinite gradient makes its weight NaN.
 #
-# **The fix.** Replace every `optimizer.step()` by `scaler.step(optimizer)`, and call `scaler.update()` after
-# it. Do not [call both](https://github.com/IAHispano/Applio/pull/860): the weights would be updated twice. If
-# your code scales the loss itself, divide the gradients in all parameter groups by the scale before the
-# step. <!-- tests/remedies/test_nonfinite_remedies.py -->
+# **The fix.** Replace every `optimizer.step()` with `scaler.step(optimizer)`, and call `scaler.update()` afterwards.
+# Do not [call both steps](https://github.com/IAHispano/Applio/pull/860): the weights would be updated twice. If your
+# code scales the loss itself, divide the gradients in all parameter groups by the scale before the step. <!--
+# tests/remedies/test_nonfinite_remedies.py -->
 
 # %%
 assert math.isclose(weight_after_step(torch.optim.SGD, by_scaler=True), 0.9, rel_tol=1e-4)
@@ -408,8 +406,8 @@ assert weight_after_step(torch.optim.Adam, by_scaler=True, gradient=math.inf) ==
 # -->
 #
 # **What you see.** `scaler.step` raises
-# `Closure use is not currently supported if GradScaler is enabled.` Lightning says
-# `AMP and the LBFGS optimizer are not compatible.` <!-- tests/notebooks/test_08c_scaler.py -->
+# `Closure use is not currently supported if GradScaler is enabled.` Lightning raises `AMP and the LBFGS optimizer are
+# not compatible.` <!-- tests/notebooks/test_08c_scaler.py -->
 #
 # **A small example.** L-BFGS [needs a
 # closure](https://docs.pytorch.org/docs/stable/optim.html) to evaluate the loss several times in a step.
@@ -457,8 +455,8 @@ print(f"loss {before:.1f} -> {after:.1f}")
 assert after < 0.01 * before
 
 # %% [markdown]
-# **Not this.** Do not write `scaler.step(optimizer, closure)`. The scaler does not notice a closure that is
-# passed by position, so the optimizer can step with scaled gradients. <!-- tests/notebooks/test_08c_scaler.py
+# **Not this.** Do not write `scaler.step(optimizer, closure)`. The scaler does not reject a closure that is passed by
+# position, so the optimizer can step with scaled gradients. <!-- tests/notebooks/test_08c_scaler.py
 # -->
 
 # %% [markdown]
@@ -518,8 +516,8 @@ assert "Detected call of `lr_scheduler.step()` before `optimizer.step()`." in me
 # advanced anyway, so the schedule is ahead of the training. <!-- tests/notebooks/test_08c_scaler.py -->
 #
 # **The fix.** With one optimizer, compare `scaler.get_scale()` before and after `scaler.update()`, and advance the
-# schedule only if the scale did not fall. If `scheduler.step()` comes first in your loop, call it after
-# `scaler.step`. <!-- tests/numerics/test_scale_log.py -->
+# schedule only if the scale did not fall. If `scheduler.step()` comes first in your loop, move it after `scaler.step`.
+# <!-- tests/numerics/test_scale_log.py -->
 #
 # In Lightning, if your schedulers have `interval="step"`, override these two methods of your `LightningModule`:
 # <!-- tests/notebooks/test_08c_scaler.py -->
@@ -549,7 +547,7 @@ with warnings.catch_warnings(action="ignore"):
     assert schedule(only_if_stepped=False) == [0.5, 0.25, 0.125]  # one step ahead
 
 # %% [markdown]
-# **Notice the failure earlier.** `ScaleLog` of `amp_lab` lists the skipped steps.
+# **Notice the failure earlier.** `amp_lab.ScaleLog` lists the skipped steps.
 # <!-- tests/numerics/test_scale_log.py -->
 
 # %% [markdown]
