@@ -16,7 +16,7 @@
 # - to describe a format by its *range* (how small and how large its numbers can be) and its *spacing* (how
 #   close together they lie);
 # - to recognise overflow, underflow and *swamping*;
-# - why mixed precision keeps the weights in fp32, scales the loss, and adds up in fp32.
+# - why mixed precision uses fp32 weights, loss scaling and fp32 sums.
 #
 # **What you need.** PyTorch, and some experience with training a network. You need no GPU.
 
@@ -59,8 +59,8 @@ assert 2048 * torch.finfo(torch.float16).eps == 2  # the spacing at 2048
 #
 # A floating-point number consists of a sign, an exponent and a mantissa. It usually stands for
 # $(-1)^\text{sign} \times 2^{\text{exponent} - \text{bias}} \times 1.\text{mantissa}$. The bias is a
-# constant of the format. The exponent says between which two powers of two the number lies, and the
-# mantissa says where between them.
+# constant of the format. The exponent determines between which two powers of two the number lies. The mantissa
+# determines the position between them.
 #
 # We write 0.1 in five formats. Each line shows the sign, the exponent, the mantissa, and the value that the
 # formula gives.
@@ -87,7 +87,7 @@ for name, dtype in FORMATS.items():
 #
 # ## Range
 #
-# Four numbers describe a format:
+# We describe a format by four numbers:
 #
 # - the smallest positive number;
 # - the smallest *normal* number, which is the smallest positive number with a 1 before the mantissa;
@@ -124,7 +124,7 @@ pictured = {name: spacing_by_magnitude(name) for name in LIMITS}
 _ = figures.range_and_spacing(pictured)
 
 # %% [markdown]
-# In the upper half, each bar shows the range of a format. Its subnormal part is hatched.
+# In the upper half, each bar shows the range of a format. The hatched part is subnormal.
 #
 # The lower half shows the relative spacing at each power of two. For normal numbers, each line is flat at
 # eps, because **the spacing doubles with each power of two**. For subnormal numbers, the relative spacing
@@ -153,8 +153,8 @@ assert numbers.half().tolist() == [2048, 2048, 2050, 2052, 2052, 2052, 2054, 205
 #
 # ## Overflow
 #
-# In fp16 and bf16, a number that is too large becomes infinity. Before you run this: from which number on
-# does fp16 return infinity, 65505 or a later one?
+# In fp16 and bf16, a number that is too large becomes infinity. Before you run this: which is the smallest whole
+# number that becomes infinity in fp16, 65505 or a larger one?
 
 # %%
 numbers = torch.tensor([65504.0, 65519.0, 65520.0, 70000.0])
@@ -169,8 +169,8 @@ assert (inf - inf).isnan()
 assert ((inf * 0) + 1).isnan()
 
 # %% [markdown]
-# fp16 returns infinity from 65520 on. It rounds numbers between 65504 and 65520 down to 65504. bf16 does not overflow
-# here, but it rounds the first three numbers to 65536.
+# In fp16, numbers from 65520 on become infinity. Numbers between 65504 and 65520 are rounded down to 65504. In bf16,
+# no number overflows here, but the first three are rounded to 65536.
 #
 # Infinity often becomes NaN (*not a number*) in later ops, such as infinity minus infinity.
 #
@@ -245,8 +245,8 @@ assert abs(master.item() - 1.1) < 1e-4
 assert 100 <= len(set(copies)) <= 104  # from 1 to 1.1 in steps of 2^-10 there are 103 numbers
 
 # %% [markdown]
-# Now the weight keeps all thousand updates. [Autocast](02_autocast_dtypes.ipynb#The-idea-in-five-lines)
-# works in this way: it casts the fp32 parameters for the ops that run in 16 bits.
+# Now the thousand updates add up to 0.1. [Autocast](02_autocast_dtypes.ipynb#The-idea-in-five-lines) works in this
+# way: it casts the fp32 parameters for the ops that run in 16 bits.
 #
 # ### 2. Loss scaling, against underflow
 #
@@ -272,10 +272,10 @@ assert unscaled == 0
 assert abs(scaled / expected - 1) < fp16.eps  # fp16 rounds once, by eps/2 at most; fp32 little
 
 # %% [markdown]
-# Without a scale the gradient becomes zero. With a scale of 2^16 it arrives with the precision of fp16.
+# Without a scale the gradient becomes zero. With a scale of 2^16, its relative error is less than the eps of fp16.
 #
-# Backpropagation is linear: if we multiply the loss by 2^16, every gradient is 2^16 times as large on its way
-# through fp16. Afterwards we divide by 2^16 in fp32.
+# Backpropagation is linear: if the loss is 2^16 times as large, so is every gradient, apart from rounding. Afterwards
+# we divide the gradients by 2^16 in fp32.
 #
 # ### 3. Sums in fp32, against swamping in matmuls
 #
@@ -297,8 +297,8 @@ assert not torch.backends.cuda.matmul.allow_fp16_accumulation
 
 # %% [markdown]
 # The sum in fp16 ends much too low. As the sum grows, its spacing grows too, so more and more products are
-# lost. Here `a @ b` is as accurate as an fp32 sum that is rounded once at the end. On GPUs too, matmuls in 16
-# bits [typically add up in fp32](https://docs.pytorch.org/docs/stable/notes/numerical_accuracy.html).
+# lost. Here the relative error of `a @ b` is less than the eps of fp16. On GPUs too, matmuls in 16 bits [typically add
+# up in fp32](https://docs.pytorch.org/docs/stable/notes/numerical_accuracy.html).
 #
 # ## The gradients of a real network
 #
@@ -315,9 +315,8 @@ trained = activation_gradients(model, images[:1024], labels[:1024])
 assert (model(images[:1024]).argmax(dim=1) == labels[:1024]).float().mean() > 0.95
 
 # %% [markdown]
-# We leave out the gradients that are exactly zero. We multiply the others by a loss scale, round them to
-# fp16, and count how many become zero or subnormal. Before you run this: which share becomes zero without a
-# scale?
+# We leave out the gradients that are exactly zero. We multiply the others by a loss scale and round them to fp16. Then
+# we count how many become zero or subnormal. Before you run this: which share becomes zero without a scale?
 
 # %% tags=["nbval-ignore-output"]
 gradients = torch.cat([grad.flatten() for grad in trained]).cpu()
@@ -363,7 +362,7 @@ _ = figures.gradients_against_fp16(gradients.abs().log2(), scales=(1, 2**16))
 # | failure | what happens | which 16-bit format | what helps |
 # |---|---|---|---|
 # | overflow | a number is too large and becomes infinity, then often NaN | mostly fp16 | bf16, or fp32 for that op |
-# | underflow | a number is too small, loses bits or becomes zero | mostly fp16 | loss scaling, or bf16 |
+# | underflow | a number is too small: it loses bits or becomes zero | mostly fp16 | loss scaling, or bf16 |
 # | swamping | a small number is lost when it is added to a large one | both, bf16 more | fp32 master weights and fp32 sums |
 #
 # Next: [notebook 02](02_autocast_dtypes.ipynb) shows how autocast decides which op runs in which format.
