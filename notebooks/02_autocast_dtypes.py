@@ -14,7 +14,7 @@
 #
 # **What you'll learn.**
 # - three questions that predict the dtype of an op;
-# - how to disable autocast for one region, and what its cache of weight casts does;
+# - how to disable autocast for one region, and what the cache of weight casts does;
 # - how to make an `autograd.Function` work under autocast;
 # - why a model may behave differently under autocast on a CPU and on a GPU.
 #
@@ -55,21 +55,21 @@ assert defaults == [torch.bfloat16] + [torch.float16] * 3
 # %% [markdown]
 # Autocast casts the inputs of matmuls, because matmuls can be [much
 # faster](https://docs.pytorch.org/docs/stable/amp.html) in 16 bits. Autocast leaves an addition alone.
-# `torch.outer` computes the same products as the matmul, but in fp32: autocast looks at which *op* is called.
+# `torch.outer` computes the same matrix as the matmul, but in fp32: the dtype depends on which *op* is called.
 #
-# Autocast gives *copies* to the op, so `x` is still fp32. **The parameters of a model stay fp32 in the
-# same way.** So do not call `.half()` or `.bfloat16()` on a model that you train under autocast. You would
-# lose its fp32 weights, which [small updates need](01_number_formats.ipynb#Swamping).
+# Autocast passes *copies* to the op, so `x` is still fp32. **The parameters of a model stay fp32 in the same way.** Do
+# not call `.half()` or `.bfloat16()` on a model that you train under autocast: you would lose its fp32 weights, which
+# [small updates need](01_number_formats.ipynb#Swamping).
 #
 # ## Four things that can happen to an op
 #
 # Each backend has a [list of ops](https://docs.pytorch.org/docs/stable/amp.html#autocast-op-reference). An op
-# on the list usually has one of three policies. Autocast leaves all other ops alone.
+# on the list usually has one of three policies. Autocast leaves ops that are not on the list alone.
 #
 # | policy | what autocast does | typical ops |
 # |---|---|---|
 # | lower precision | casts the inputs to `low` | `linear`, `conv2d`, `matmul` |
-# | fp32 | makes the op return fp32 | `mse_loss`, `prod`; on CUDA also `exp`, `softmax` and `layer_norm` |
+# | fp32 | runs the op in fp32 | `mse_loss`, `prod`; on CUDA also `exp`, `softmax` and `layer_norm` |
 # | promote | casts the inputs to fp32 if one of them is fp32 | `index_copy` and `cat` on a CPU |
 # | (not on the list) | nothing: the op runs in the dtype of its inputs | `relu`, `add`, `mean` |
 #
@@ -77,11 +77,10 @@ assert defaults == [torch.bfloat16] + [torch.float16] * 3
 #
 # You can predict the dtype of an op with three questions, in this order:
 #
-# 1. **Is the call eligible?** [Some tensors and some calls](#What-is-eligible,-and-what-is-not) are not
-#    cast.
+# 1. **Is the call eligible?** [Some tensors and some calls](#What-is-eligible,-and-what-is-not) are not eligible.
 # 2. **Is the op on the list of this backend?** If not, PyTorch's usual rules apply: the sum of an fp32
-#    matrix and a 16-bit matrix is fp32. (An op that is not on the list may call one that is: on a CPU,
-#    `einsum` calls `bmm` and returns bf16.) <!-- tests/notebooks/test_02_autocast_dtypes.py -->
+#    matrix and a 16-bit matrix is fp32. (Such an op may call a listed op: on a CPU, `einsum` calls `bmm` and returns
+#    bf16.) <!-- tests/notebooks/test_02_autocast_dtypes.py -->
 # 3. **Which policy does the op have there?**
 #
 # ## Find the policy of an op
@@ -105,8 +104,8 @@ assert table["relu"] == table["add"] == table["mean"] == ["fp32", SHORT[low]]
 # Read the rows like this:
 #
 # - **Low precision in both columns:** the policy is *lower precision*.
-# - **fp32 in both columns:** the policy is *fp32*. The row `add fp32` is an exception: its second summand is
-#   always fp32, so PyTorch itself promotes the sum.
+# - **fp32 in both columns:** the policy of the op, or of an op that it calls, is *fp32*. The row `add fp32` is an
+#   exception: its second summand is always fp32, so PyTorch itself promotes the sum.
 # - **The input's dtype in each column:** the op is not on the list of this device. (An op with the policy
 #   *promote* would look the same, because we pass a single matrix.)
 #
@@ -140,8 +139,8 @@ for name, dtype in found.items():
 assert list(found.values()) == [low] + [torch.float32] * 4 + [low]
 
 # %% [markdown]
-# Autocast lowers only the first matmul. Plain `prod` follows its policy and returns fp32. The other four calls
-# are not eligible:
+# Autocast runs only the first matmul in low precision. Plain `prod` follows its policy and returns fp32. The other
+# four calls are not eligible:
 #
 # - **In-place ops and `out=`** write into an existing tensor, whose dtype cannot change.
 # - **Tensors on another device** are not cast. Pass the device of your tensors to `torch.autocast`:
@@ -186,9 +185,9 @@ assert forward.dtypes("mm") == backward.dtypes("mm") == [[SHORT[low]] * 2]
 assert weight.grad.dtype is weight.dtype is torch.float32
 
 # %% [markdown]
-# The forward pass casts both inputs down, multiplies in low precision, casts the result up, and computes
-# the loss in fp32. The backward pass multiplies in low precision as well, because the saved tensors are in low
-# precision. Then it casts the gradient of `weight` back to fp32.
+# The forward pass casts both inputs down and multiplies in low precision. Then it casts the result up and computes the
+# loss in fp32. The backward pass multiplies in low precision as well, because the saved tensors are in low precision.
+# Then it casts the gradient of `weight` back to fp32.
 #
 # **Keep `backward()` out of the block**, as [PyTorch
 # recommends](https://docs.pytorch.org/docs/stable/amp.html#torch.autocast). Inside the block, autocast would
@@ -196,8 +195,8 @@ assert weight.grad.dtype is weight.dtype is torch.float32
 #
 # ## Nest and disable autocast
 #
-# A region that needs fp32 goes into a nested block with `enabled=False`, which we call an *fp32 island*.
-# Before you run this: which of the two matmuls in the island runs in fp32?
+# Put code that needs fp32 into a nested block with `enabled=False`. We call this block an *fp32 island*. Before you
+# run this: which of the two matmuls in the island runs in fp32?
 
 # %%
 with torch.autocast(device.type, dtype=low):
@@ -215,8 +214,8 @@ assert (careless.dtype, careful.dtype, back.dtype) == (low, torch.float32, low)
 #
 # ## The cache of weight casts
 #
-# If a block uses a weight five times, one cast is enough. So autocast has a cache of weight casts. We count
-# the casts of a trained weight, a frozen weight, and a weight that is computed from another tensor.
+# If a block uses a weight five times, one cast is enough. Autocast therefore has a cache of weight casts. We count the
+# casts of a trained weight, a frozen weight, and a weight that is computed from another tensor.
 
 
 # %%
@@ -243,8 +242,7 @@ assert list(counts.values()) == [1, 5, 5, 5]
 # that require a gradient** until the outermost block ends. <!-- tests/notebooks/test_02_autocast_dtypes.py -->
 # In `torch.inference_mode()` it keeps none. <!-- tests/tracing/test_inference_memory.py -->
 #
-# If a weight changes inside the block, the cached cast is out of date. We double a weight, as
-# `optimizer.step()` might.
+# If a weight changes inside the block, the cached cast is out of date. We double a weight inside a block.
 
 # %%
 identity = torch.eye(4, device=device)
@@ -266,8 +264,8 @@ assert torch.equal(fresh, 2 * before)
 #
 # ## Your own autograd functions
 #
-# We call a `torch.autograd.Function` inside the block. Autocast casts in its `forward`, but not in its
-# `backward`, which runs outside. Do the dtypes in `backward` match?
+# We call a `torch.autograd.Function` inside an autocast block. Its `backward` runs outside the block, so autocast
+# casts only in `forward`. Do the dtypes in `backward` match?
 
 
 # %%
@@ -290,9 +288,9 @@ print(error_of(output.float().sum().backward))
 
 # %% [markdown]
 # The backward pass raises an error, because `grad` and the saved tensors differ in dtype. [Two
-# decorators](https://docs.pytorch.org/docs/stable/amp.html#torch.amp.custom_fwd) repair this: `custom_fwd`
-# remembers the state of autocast in `forward`, and `custom_bwd` restores it for `backward`. If your function
-# works only in fp32, pass `cast_inputs=torch.float32` to `custom_fwd`.
+# decorators](https://docs.pytorch.org/docs/stable/amp.html#torch.amp.custom_fwd) repair this: `custom_fwd` saves the
+# state of autocast in `forward`, and `custom_bwd` restores it for `backward`. If your function works only in fp32,
+# pass `cast_inputs=torch.float32` to `custom_fwd`.
 
 
 # %%
@@ -339,9 +337,9 @@ assert all(table[name][1] == predicted for name, predicted in here.items())
 #
 # - From `linear` to `add fp32`, an op has the same policy on all four backends.
 #   <!-- tests/notebooks/test_02_autocast_dtypes.py -->
-# - From `sum` to `layer_norm`, the CPU stays in low precision where CUDA goes to fp32. So the CPU's
-#   autocast does not tell you which dtypes a GPU will use.
-# - `binary_cross_entropy` is an error on CUDA and XPU: use `binary_cross_entropy_with_logits` ([notebook
+# - From `sum` to `layer_norm`, the result is in low precision on the CPU and in fp32 on CUDA. So the CPU's autocast
+#   does not tell you which dtypes a GPU will use.
+# - `binary_cross_entropy` raises an error on CUDA and XPU: use `binary_cross_entropy_with_logits` ([notebook
 #   08](08f_ops_and_devices.ipynb#BCELoss-is-refused-on-a-GPU) says why).
 #
 # `amp-lab ops --device cuda` [prints CUDA's list with the policy of each
@@ -353,16 +351,16 @@ assert all(table[name][1] == predicted for name, predicted in here.items())
 #
 # | question | answer |
 # |---|---|
-# | Is the call eligible? | Not if it is in place or has `out=` or `dtype=`, and not for float64, integers or another device. |
+# | Is the call eligible? | Not eligible: calls in place or with `out=` or `dtype=`; tensors that are float64, integer or on another device. |
 # | Is the op on the list? | `matmul` is listed, `add` is not. Each backend has its own list. |
 # | Which policy does the op have? | Lower precision, fp32, or promote. |
 #
-# - Parameters and their gradients stay fp32. Results keep their dtype when they leave the block.
+# - fp32 parameters and their gradients stay fp32. Results keep their dtype when they leave the block.
 # - One block goes around the forward pass and the loss. `backward()` and `step()` stay outside.
 # - An fp32 island needs `enabled=False`, and `.float()` on its 16-bit inputs.
 #
-# Next: [notebook 03](03_grad_scaler_step_by_step.ipynb) follows a `GradScaler`, which fp16 needs in
-# addition, through a training step.
+# Next: [notebook 03](03_grad_scaler_step_by_step.ipynb) follows a `GradScaler` through a training step. Training in
+# fp16 usually needs one.
 #
 # ## Exercises
 #
@@ -406,8 +404,8 @@ exercises.check_dtypes(dtypes)
 # dtypes = ["bf16", "bf16", "fp32", "fp32", "bf16"]
 # ```
 #
-# The matmul is lowered. `relu` is not listed, so `b` keeps bf16. PyTorch promotes the mixed inputs of the
-# sum to fp32. The loss has the policy fp32. `a` keeps its dtype outside the block, so `e` is bf16.
+# The matmul returns bf16. `relu` is not listed, so `b` is bf16 too. PyTorch promotes the mixed inputs of the sum to
+# fp32. The loss has the policy fp32. `a` keeps its dtype outside the block, so `e` is bf16.
 #
 # </details>
 #
@@ -468,7 +466,7 @@ exercises.check_casts(number_of_casts)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# Each matmul has two fp32 inputs. Which of the two does the cache keep?
+# Each matmul has two fp32 inputs. The cast of which input is cached?
 #
 # </details>
 #
@@ -520,6 +518,6 @@ exercises.check_policy(policy)
 # ## Further reading
 #
 # - PyTorch, [Automatic Mixed Precision package](https://docs.pytorch.org/docs/stable/amp.html): the lists of
-#   ops, and the reference of `torch.autocast` and the two decorators.
+#   ops, and the reference for `torch.autocast`, `custom_fwd` and `custom_bwd`.
 # - PyTorch, [Automatic Mixed Precision
 #   examples](https://docs.pytorch.org/docs/stable/notes/amp_examples.html): custom autograd functions.
