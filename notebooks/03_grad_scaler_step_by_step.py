@@ -49,10 +49,10 @@ assert kept == gradient
 # %% [markdown]
 # Without scaling, the gradient becomes zero. With scaling, it comes back exactly as it was.
 #
-# Backpropagation rounds the gradients to fp16, so we have to scale *before* it: we scale the loss.
-# Backpropagation is linear, so if we multiply the loss by 4096, every gradient is 4096 times as large. The
-# factor is called the **loss scale**. `torch.amp.GradScaler` scales the loss, divides the gradients by the
-# scale before the optimizer uses them, and looks for a good scale during training.
+# In fp16 training, backpropagation rounds gradients to fp16. We have to scale *before* backpropagation, so we scale
+# the loss. Backpropagation is linear: if the loss is 4096 times as large, so is every gradient, apart from rounding.
+# The factor is called the **loss scale**. `torch.amp.GradScaler` scales the loss, and divides the gradients by the
+# scale before the optimizer uses them. It also adjusts the scale during training.
 #
 # ## A network of two parameters
 #
@@ -189,16 +189,19 @@ assert (scaler.get_scale(), good_steps) == (4096, 1)
 # %% [markdown]
 # No gradient overflowed, so `update` counted a *good* step and left the scale at 4096.
 #
-# After `backward`, call the methods [in this
-# order](https://docs.pytorch.org/docs/stable/notes/amp_examples.html): `unscale_` at most once for each
-# optimizer, `step` once for each optimizer, then `update` once. A second `unscale_` [raises an
-# error](08c_scaler.ipynb#Gradients-are-unscaled-twice).
+# After `backward`, call the methods [in this order](https://docs.pytorch.org/docs/stable/notes/amp_examples.html):
+#
+# 1. `unscale_`, at most once for each optimizer;
+# 2. `step`, once for each optimizer;
+# 3. `update`, once.
+#
+# A second `unscale_` for the same optimizer [raises an error](08c_scaler.ipynb#Gradients-are-unscaled-twice).
 #
 # ## An overflow: the step is skipped, the scale halves
 #
-# The scaled loss of our network is scale x output, so the gradient of the output equals the scale. This
-# gradient is in fp16, as the output is. The largest fp16 number is 65504. So with a scale of 131072 (2^17),
-# the gradient becomes infinite.
+# The scaled loss of our network is scale x output, so the gradient with respect to the output equals the scale. This
+# gradient is in fp16, like the output. The largest fp16 number is 65504. So with a scale of 131072 (2^17), the
+# gradient becomes infinite.
 #
 # `train_step` contains the lines of the step above, without `unscale_`.
 
@@ -254,8 +257,8 @@ assert torch.amp.GradScaler(device.type).get_growth_interval() == 2000
 # %% [markdown]
 # ## The scale over a whole training run
 #
-# In a long run, the scale climbs until a gradient overflows, then halves and climbs again. To plot the scale,
-# we fit a linear layer to noisy data, with a growth interval of 10. This time the loss is in fp32, so the scale
+# In a long run, the scale typically climbs until a gradient overflows. Then it halves and climbs again. To plot the
+# scale, we fit a linear layer to noisy data, with a growth interval of 10. This time the loss is in fp32, so the scale
 # may exceed 65504. Only the scaled gradients have to fit into fp16.
 
 # %%
@@ -296,10 +299,9 @@ assert max(scales) > 65504
 #
 # ## What a scaler costs
 #
-# A scaler makes one pass over all gradients in each step. Unless the optimizer is fused, the CPU also
-# [waits for the
+# A scaler makes one pass over all gradients in each step. If the optimizer is not fused, the CPU also [waits for the
 # GPU](https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html#avoid-unnecessary-cpu-gpu-synchronization),
-# to learn whether a gradient overflowed. <!-- tests/notebooks/test_03_grad_scaler_step_by_step.py -->
+# to find out whether a gradient overflowed. <!-- tests/notebooks/test_03_grad_scaler_step_by_step.py -->
 #
 # ## A scaler written by hand
 #
@@ -355,10 +357,10 @@ assert skipped == [True, True, False, False, False, True]
 #
 # ## When there is nothing to scale
 #
-# bf16 has [as many exponent bits as fp32](01_number_formats.ipynb#What-the-bits-mean), so gradients rarely
-# underflow. If you disable the scaler, the same loop works in bf16: a disabled scaler returns the loss
-# unchanged, and its `step` [only calls the
-# optimizer](https://github.com/pytorch/pytorch/blob/main/torch/amp/grad_scaler.py).
+# bf16 has [as many exponent bits as fp32](01_number_formats.ipynb#What-the-bits-mean), so gradients underflow less
+# often than in fp16. If you disable the scaler, the same loop works in bf16: a disabled scaler returns the loss
+# unchanged, and its `step` [only calls
+# `optimizer.step`](https://github.com/pytorch/pytorch/blob/main/torch/amp/grad_scaler.py).
 
 # %%
 for dtype in (torch.float16, torch.bfloat16):
@@ -373,9 +375,9 @@ for dtype in (torch.float16, torch.bfloat16):
 #
 # | line | what it does |
 # |---|---|
-# | `scaler.scale(loss).backward()` | multiplies the loss by the scale, and therefore every gradient |
+# | `scaler.scale(loss).backward()` | multiplies the loss, and thereby every gradient, by the scale |
 # | `scaler.unscale_(optimizer)` | divides the gradients by the scale in place and checks for inf and NaN; call it before you clip |
-# | `scaler.step(optimizer)` | unscales the gradients if you did not call `unscale_`; the optimizer takes its step only if `unscale_` found no inf or NaN |
+# | `scaler.step(optimizer)` | first unscales the gradients if they are still scaled; skips the optimizer's step if unscaling found inf or NaN |
 # | `scaler.update()` | by default halves the scale after a skipped step, and doubles it after 2000 good steps in a row |
 #
 # Use one scaler for the whole training run, and [save its state in the
@@ -513,7 +515,7 @@ exercises.check_resumed(resumed_scaler)
 #     return scaler
 # ```
 #
-# A scaler that gets only the old scale (`init_scale=state["scale"]`) counts its good steps from zero.
+# If you restore only the old scale (`init_scale=state["scale"]`), the new scaler counts its good steps from zero.
 # <!-- tests/notebooks/test_exercises.py -->
 #
 # </details>
