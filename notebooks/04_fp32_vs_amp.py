@@ -109,8 +109,8 @@ def step_fp32(model, optimizer):
 
 
 # %% [markdown]
-# With AMP, the forward pass and the loss run under autocast. The loss and the optimizer step go through
-# a scaler. The comment `# AMP` marks what AMP adds or changes.
+# With AMP, the forward pass and the loss run under autocast. A scaler scales the loss and calls `optimizer.step`. The
+# comment `# AMP` marks what AMP adds or changes.
 
 
 # %%
@@ -158,7 +158,7 @@ with Precision.FP32.float32_mode("cpu"):
 
 # %% [markdown]
 # Which precisions are faster than FP32 on this device? `describe_device` times a matmul in each precision. We
-# compare FP32 with the precisions that are faster, or with bf16 if there is none.
+# compare FP32 with the precisions that are faster, or with bf16 if no precision is faster.
 # <!-- tests/core/test_device.py -->
 
 # %% tags=["nbval-ignore-output"]
@@ -237,7 +237,7 @@ for picture in pictures.values():
 #    until the device has finished.
 # 2. `compare` computes the speed-up within each round. It shows the median, with its 95 % interval in
 #    brackets.
-# 3. If `compare` notices that other programs disturb the measurement, the result says *not reliable*.
+# 3. If other programs disturb too many rounds, `compare` marks the result as *not reliable*.
 # <!-- tests/core/test_timing.py -->
 #
 # `is_possible` compares the speed of the step, in floating-point operations (FLOP) per second, with the speed of the
@@ -258,7 +258,7 @@ assert device.type == "cpu" or not fastest.is_below(1)
 
 # %% [markdown]
 # Each line shows the time of a step, and the speed-up over FP32 with its interval. If the interval contains
-# 1x, this measurement cannot tell which precision is faster. On our two CPU cores AMP is faster.
+# 1x, the measurement does not show which precision is faster. On our two CPU cores AMP is faster.
 #
 # Inference runs only the forward pass, so it needs autocast but no scaler. Will inference gain more than
 # training, or less?
@@ -334,14 +334,13 @@ for task, (fp32_s, amp_s) in article.items():
 #
 # - AMP changed or added four lines in the training step, and one more line creates the scaler.
 # - To see whether reduced precision costs accuracy, compare the losses of several seeds.
-# - To measure time, synchronise, warm up, repeat, take turns and give an interval. Say whether the
-#   baseline is FP32 or TF32.
+# - To measure time, warm up, synchronise and repeat. Time the precisions in turns, and give an interval. Say whether
+#   the baseline is FP32 or TF32.
 # - Weights, gradients and optimizer state [stay in
 #   fp32](08g_speed_and_memory.ipynb#The-memory-is-not-halved), so the memory of a step nearly halves only
 #   if activations take most of it.
 #
-# Next, [notebook 05](05_cifar10_mobilenet.ipynb) puts AMP into an ordinary training loop with real
-# pictures.
+# Next, [notebook 05](05_cifar10_mobilenet.ipynb) shows AMP in an ordinary training loop with real pictures.
 #
 # ## Exercises
 #
@@ -394,8 +393,8 @@ exercises.check_speedup(speedup)
 #     return time.perf_counter() - started
 # ```
 #
-# The stopwatch is wrong in two cases: if the device is still busy with earlier work, and if the step
-# itself is still running when the clock is read. Repair both.
+# The stopwatch has two mistakes. It starts while the device may still be busy with earlier work, and it stops while
+# the step may still be running. Correct both.
 
 
 # %%
@@ -460,11 +459,10 @@ exercises.check_paired(paired)
 #
 # ### 4. How much memory does AMP save?
 #
-# In FP32 a training step with Adam needs 4 bytes for each parameter, 4 for its gradient, and 8 for the
-# two numbers that Adam keeps. A network has 100 million parameters, and its activations take 400 MB in
-# FP32. Work out on paper: what share of FP32's memory does a step with AMP need? Assume that activations
-# become half as wide, and leave out the temporary copies of weights. Give a number between 0 and 1 to
-# two decimals.
+# In FP32 a training step with Adam needs 4 bytes for each parameter, 4 for its gradient, and 8 for the two numbers
+# that Adam stores. A network has 100 million parameters, and its activations take 400 MB in FP32. Work out on paper:
+# what share of FP32's memory does a step with AMP need? Assume that activations become half as wide, and leave out the
+# temporary copies of weights. Give a number between 0 and 1 to two decimals.
 
 # %%
 memory_share = ...
@@ -491,7 +489,7 @@ exercises.check_memory_share(memory_share)
 # ## Further reading
 #
 # - [Automatic mixed precision
-#   recipe](https://docs.pytorch.org/tutorials/recipes/recipes/amp_recipe.html): the same few lines,
-#   in PyTorch's own tutorial.
+#   recipe](https://docs.pytorch.org/tutorials/recipes/recipes/amp_recipe.html): the same few lines in PyTorch's
+#   tutorial.
 # - [PyTorch benchmark recipe](https://docs.pytorch.org/tutorials/recipes/recipes/benchmark.html):
 #   how `torch.utils.benchmark` measures.
