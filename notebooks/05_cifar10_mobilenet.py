@@ -13,7 +13,7 @@
 # FP32. Find the layers that AMP makes slower. Then resume an interrupted run, and check its weights.
 #
 # **What you'll learn.**
-# - which lines of the loop change, and how one function works in every precision;
+# - which lines of the loop change, and how to write one training loop for FP32, bf16 and fp16;
 # - how to tell whether reduced precision has cost accuracy;
 # - how to find the layers that are slower under autocast;
 # - what to save and load so that a run with a scaler can be resumed.
@@ -92,8 +92,8 @@ print(f"{kind_of_data}: {len(data.train)} training and {len(data.test)} test ima
 assert len(data.train) > config["batch_size"]
 
 # %% [markdown]
-# The training images are shuffled and changed slightly at random, for example shifted. The order and the
-# changes depend only on the seed and the epoch, so every precision sees the same images.
+# The training images are shuffled and changed slightly at random, for example shifted. The order and the changes
+# depend only on the seed and the epoch, so the images are the same in every precision.
 # <!-- tests/train/data/test_images.py -->
 
 
@@ -109,9 +109,9 @@ def train_loader(epoch, seed):
 # The comment `# AMP` marks what AMP adds or changes in an ordinary training loop.
 # <!-- tests/notebooks/test_05_cifar10_mobilenet.py -->
 #
-# Both autocast and `GradScaler` take `enabled=`. With `enabled=False`, autocast casts nothing, and the
-# scaler leaves the loss unchanged and only calls `optimizer.step`. So one loop works in every precision:
-# we enable autocast for fp16 and bf16, and the scaler for fp16 alone.
+# Both autocast and `GradScaler` take `enabled=`. With `enabled=False`, autocast casts nothing. The scaler then leaves
+# the loss unchanged, and its `step` only calls `optimizer.step`. So one loop works in FP32, bf16 and fp16: we enable
+# autocast for fp16 and bf16, and the scaler for fp16 alone.
 # <!-- tests/notebooks/test_05_cifar10_mobilenet.py -->
 
 
@@ -158,7 +158,7 @@ def evaluate(model, loader, dtype):
 
 
 # %% [markdown]
-# Each run creates *one* scaler and keeps it until the end.
+# Each run uses *one* scaler from start to end.
 
 
 # %%
@@ -240,9 +240,8 @@ for precision, found in final.items():
 print(f"seeds differ by up to {100 * spread:.1f} points, standard error {100 * error:.1f} points")
 
 # %% [markdown]
-# Here, the precisions differ in accuracy about as much as the seeds do. So the difference between the
-# precisions does not count. With three seeds and 225 test images, we could miss a real difference of a
-# few points.
+# Here, the precisions differ in accuracy about as much as the seeds do. This difference is smaller than our yardstick,
+# so it does not count. With three seeds and 225 test images, we could miss a real difference of a few points.
 #
 # ## Find the slow layers
 #
@@ -291,16 +290,20 @@ assert list(kind_times) == list(KINDS)
 # %% [markdown]
 # The number above a hatched bar is the speed-up of autocast. Below 1x, autocast is slower.
 #
-# On the CPU of this run, the four layers with stride 2 take less than a tenth of the time in FP32, and
-# more than a third under autocast. They lose far more time than the pointwise layers gain. The output of
-# [`ONEDNN_VERBOSE=1`](https://uxlfoundation.github.io/oneDNN/dev_guide_verbose.html) shows why: in bf16, the
-# backward pass of a depthwise layer with stride 2 runs a kernel that is not made for depthwise layers.
+# On the CPU of this run, the four depthwise layers with stride 2 take less than a tenth of the time in FP32, and more
+# than a third under autocast. They lose far more time than the pointwise layers gain. The output of
+# [`ONEDNN_VERBOSE=1`](https://uxlfoundation.github.io/oneDNN/dev_guide_verbose.html) shows why: in bf16, the input
+# gradients of these layers come from a general convolution kernel, `brgconv_strided`, and not from a depthwise one.
 #
 # ## Resume: to the last bit
 #
-# A checkpoint has to hold everything that changes during a run: the network, the optimizer, the schedule, the scaler
-# and the number of finished epochs. Dropout also needs the states of the random number generators. We check that a
-# resumed run ends with *the same weights, bit for bit*, as an uninterrupted run.
+# A checkpoint must contain everything that changes during a run:
+#
+# - the network, the optimizer, the schedule and the scaler;
+# - the number of finished epochs;
+# - the states of the random number generators, because dropout uses them.
+#
+# We check that a resumed run ends with *the same weights, bit for bit*, as an uninterrupted run.
 #
 # We use a tiny run of 16 steps in fp16, on digits of 8x8 pixels
 # ([`course/tiny_run.py`](course/tiny_run.py)). Its loss scale starts far too high, so the scaler has
@@ -383,12 +386,12 @@ folder.cleanup()
 # - With `enabled=`, one loop works in FP32, bf16 and fp16.
 # - By our yardstick, a difference in accuracy counts if it is larger than the spread of the seeds plus
 #   two standard errors.
-# - If autocast makes your network slower, time its layers by kind, and run the kinds that it makes slower
-#   with [autocast disabled](02_autocast_dtypes.ipynb#Nest-and-disable-autocast).
-# - A checkpoint needs the scaler's state if the scaler is enabled, and the random states if the network has
-#   dropout.
+# - If autocast makes your network slower, time its layers by kind. Run the slow kinds with [autocast
+#   disabled](02_autocast_dtypes.ipynb#Nest-and-disable-autocast).
+# - If the scaler is enabled, a checkpoint also needs its state. If the network has dropout, the checkpoint also needs
+#   the random states.
 #
-# Next, [notebook 06](06_caltech256_resnet50.ipynb) counts the memory of a training step.
+# Next, [notebook 06](06_caltech256_resnet50.ipynb) shows where the memory of a training step goes.
 #
 # ## Exercises
 #
@@ -403,9 +406,9 @@ exercises = checks_of("05_cifar10_mobilenet")
 # %% [markdown]
 # ### 1. Which difference counts?
 #
-# You test two precisions on 900 images, and FP32 classifies 90 % of them right. In each precision, the
-# accuracy differs by up to 0.5 points between seeds. By the yardstick of this notebook, by how many
-# points must the two precisions differ before the difference counts?
+# You test two precisions on 900 images. In FP32, 90 % of the images are classified correctly. In each precision, the
+# accuracy differs by up to 0.5 points between seeds. By the yardstick of this notebook, by how many points must the
+# two precisions differ before the difference counts?
 
 # %%
 needed_difference = ...  # in percentage points
@@ -443,7 +446,7 @@ exercises.check_speedups(speedups)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# Work out how many milliseconds each part takes, and add them up. You cannot average speed-ups.
+# Work out how many milliseconds each part takes, and add them up. Do not average the speed-ups.
 #
 # </details>
 #
@@ -505,16 +508,16 @@ exercises.check_mended_loop(mended_loop)
 #     return scaler
 # ```
 #
-# The loop created a new scaler in every epoch. It also called `optimizer.step()`, which changes the
-# weights even if a gradient is infinite. In that case, `scaler.step` skips the step.
+# The loop created a new scaler in every epoch. It also called `optimizer.step()`. This call changes the weights even
+# if a gradient is infinite, but `scaler.step` skips such a step.
 #
 # </details>
 #
 # ### 4. What can you leave out of this checkpoint?
 #
-# A run trains in **bf16**, with Adam, a learning-rate schedule, a disabled scaler, and a network
-# *without* dropout. Which of these four can you leave out of its checkpoint, if the resumed run must
-# still end with the same weights, bit for bit: `"optimizer"`, `"scheduler"`, `"scaler"`, `"random"`?
+# A run in **bf16** uses Adam, a learning-rate schedule and a disabled scaler. Its network has *no* dropout. The
+# resumed run must still end with the same weights, bit for bit. Which of these four can you leave out of the
+# checkpoint: `"optimizer"`, `"scheduler"`, `"scaler"`, `"random"`?
 
 # %%
 superfluous = ...  # a set of names
@@ -533,8 +536,8 @@ exercises.check_superfluous(superfluous)
 # superfluous = {"scaler", "random"}
 # ```
 #
-# A disabled scaler has no state. Without dropout, this run draws no random numbers, because the order of
-# the images depends only on the seed and the epoch.
+# A disabled scaler has no state. Without dropout, this run does not use the random states: the order of the images
+# depends only on the seed and the epoch.
 # <!-- tests/notebooks/test_exercises.py --> <!-- tests/train/data/test_batches.py -->
 #
 # </details>
