@@ -9,10 +9,9 @@
 # %% [markdown]
 # # Repair clipping, the loop and a resumed run
 #
-# **What you'll do.** Look up one failure: its message or symptom, a small example,
-# why it happens, and the fix.
+# **What you'll do.** Look up a failure by its error message or its symptom.
 #
-# **What you'll learn.** You will know how to repair:
+# **What you'll learn.** You will know how to repair these failures:
 # - [Gradients are clipped while they are still scaled](#Gradients-are-clipped-while-they-are-still-scaled);
 # - [Clipping refuses a norm that is not finite](#Clipping-refuses-a-norm-that-is-not-finite);
 # - [The loss stands still because the whole loop is in one
@@ -23,8 +22,8 @@
 # - [torch.load refuses a checkpoint with a scaler](#torch.load-refuses-a-checkpoint-with-a-scaler).
 #
 # **What you need.** You need no GPU. Read only the section about your failure. For other failures, see the
-# [index](08_when_amp_breaks.ipynb). In the programs, `make` returns a model of one linear layer, and its SGD
-# optimizer. `message_of` returns the error message of a call.
+# [index](08_when_amp_breaks.ipynb). In the programs, `make` returns a linear layer and its SGD optimizer.
+# `message_of(call)` returns the error message that `call` raises.
 
 # %% tags=["nbval-ignore-output"]
 import io
@@ -87,9 +86,9 @@ print(f"norm before clipping {norm:.1e}, moved by {moved:.1e}")
 assert moved < 2e-5
 
 # %% [markdown]
-# **Why.** The gradients were clipped or logged while they were still multiplied by the loss scale, such as 65536.
-# `scaler.step` then divides clipped gradients by the scale, so they become almost zero. The logged norm doubles or
-# halves with the scale. <!-- tests/notebooks/test_08d_loop_and_resume.py -->
+# **Why.** The gradients were clipped or logged while they were still multiplied by the loss scale, for example by
+# 65536. `scaler.step` then divides the clipped gradients by the scale, so they become almost zero. The logged norm
+# doubles or halves with the scale. <!-- tests/notebooks/test_08d_loop_and_resume.py -->
 #
 # **The fix.** Call `scaler.unscale_(optimizer)` after the last backward pass of a step, before you clip or log
 # gradients.
@@ -100,8 +99,8 @@ print(f"norm before clipping {norm:.1e}, moved by {moved:.1e}")
 assert abs(moved - 1) < 1e-3  # the full length that clipping allows
 
 # %% [markdown]
-# **Not this.** Do not raise `max_norm` to the size of the scaled gradients: the scale changes during
-# training. <!-- tests/notebooks/test_08d_loop_and_resume.py -->
+# **Not this.** Do not raise `max_norm` to the size of the scaled gradients, because the scale changes during training.
+# <!-- tests/notebooks/test_08d_loop_and_resume.py -->
 #
 # Hooks that read gradients during `backward()`, such as those of
 # [`wandb.watch`](https://github.com/wandb/wandb/issues/4369), also get scaled gradients. <!--
@@ -153,12 +152,12 @@ print(message)
 assert "of order 2.0 for gradients from `parameters` is non-finite" in message
 
 # %% [markdown]
-# **Why.** A gradient is infinite or NaN, or so large that the norm is infinite. With `error_if_nonfinite=True`,
+# **Why.** The norm of the gradients is infinite or NaN, usually because a gradient is. With `error_if_nonfinite=True`,
 # `clip_grad_norm_` raises an error for such a norm. With a `GradScaler`, an overflow now and then is normal:
 # `scaler.step` skips the step, and `scaler.update` lowers the scale.
 #
-# **The fix.** With a `GradScaler`, pass `error_if_nonfinite=False` (PyTorch's default), and let the scaler skip the
-# step. If you train without a scaler, the optimizer also steps with infinite or NaN gradients, so keep
+# **The fix.** With a `GradScaler`, pass `error_if_nonfinite=False` (PyTorch's default). If a gradient is infinite or
+# NaN, the scaler skips the step. If you train without a scaler, the optimizer also steps with such gradients, so set
 # `error_if_nonfinite=True` and find the cause.
 # <!-- tests/notebooks/test_07_training_recipes.py -->
 
@@ -166,8 +165,8 @@ assert "of order 2.0 for gradients from `parameters` is non-finite" in message
 assert overflowing_step(strict=False) == 32768  # half of 65536: the step was skipped
 
 # %% [markdown]
-# **Not this.** Do not replace infinite gradients by finite numbers (`nan_to_num_`) before `unscale_`: the scaler then
-# finds no overflow, and the optimizer steps with wrong gradients.
+# **Not this.** Do not replace infinite gradients with finite numbers (`nan_to_num_`) before `unscale_`. The scaler
+# then finds no overflow, so the optimizer steps with wrong gradients.
 
 # %%
 assert overflowing_step(strict=False, replace=True) == 65536
@@ -185,8 +184,8 @@ assert overflowing_step(strict=False, replace=True) == 65536
 # words = "stale cache cache_enabled frozen flat GRPO DPO"
 # -->
 #
-# **What you see.** On the same batch the loss can be exactly the same in every step, or a KL divergence from
-# a reference model stays 0 ([a report](https://github.com/X-GenGroup/Flow-Factory/pull/186)).
+# **What you see.** On the same batch, the loss can be exactly the same in every step. A KL divergence from a reference
+# model can stay 0 ([a report](https://github.com/X-GenGroup/Flow-Factory/pull/186)).
 #
 # **A small example.** We put a second autocast block around the whole loop.
 
@@ -257,11 +256,11 @@ with torch.autocast("cpu", dtype=torch.bfloat16):
 # words = "spike bump restart continue restore scaler.pt rng_state grad_norm reload jump curve"
 # -->
 #
-# **What you see.** A run was fine when you saved its checkpoint. After you load the checkpoint, the loss is
-# higher or NaN, the first steps are skipped, or the run deviates from an uninterrupted run.
+# **What you see.** A run was fine when you saved its checkpoint. After you load the checkpoint, the loss is higher or
+# NaN. Or the scaler skips the first steps, or the run deviates from an uninterrupted run.
 #
-# **A small example.** We train Adam with gradients of 1 and -1. Then we take one step with a
-# gradient of 0.01: once with the saved state, and once with a new Adam.
+# **A small example.** We take steps of Adam with gradients of 1 and -1. Then we take one step with a gradient of 0.01:
+# first with a new Adam, then with the saved state.
 
 
 # %%
@@ -293,14 +292,13 @@ assert with_new > 10 * with_saved
 #
 # Wrong values: <!-- tests/notebooks/test_08d_loop_and_resume.py -->
 # - The model was saved with `.half()`. A running variance of 100,000 becomes infinite in fp16.
-# - The optimizer's state was saved in bf16, which also rounds Adam's `step`: 301 becomes 300, and 300 + 1 is
-#   300 again.
+# - The optimizer's state was saved in bf16. This also rounds Adam's `step`: 301 becomes 300, and 300 + 1 is 300 again.
 # - The checkpoint contained NaN already, for example in [buffers of batch
 #   normalisation](08a_values.ipynb#Training-is-fine-but-evaluation-is-NaN).
 #
-# **The fix.** Save and load everything that a step changes, such as model, optimizer, scaler, learning rate
-# scheduler, random state, and the position in the data. Save each tensor in the dtype that it has in
-# training. Create the scaler once, not in each epoch.
+# **The fix.** Save and load the states of the model, the optimizer, the scaler and the learning rate scheduler. Also
+# save the random state and the position in the data. Save each tensor in the dtype that it has in training. Create the
+# scaler once, not in each epoch.
 
 # %%
 scaler = torch.amp.GradScaler("cpu")
@@ -337,8 +335,8 @@ assert step == step + 1 == 300
 # words = "lerp_ exp_avg exp_avg_sq AdamW Muon momentum_buffer ema_pytorch"
 # -->
 #
-# **What you see.** `optimizer.step()`, or the update of a moving average of the weights (EMA), raises a
-# message such as these, possibly with other dtypes:
+# **What you see.** `optimizer.step()`, or the update of a moving average of the weights (EMA), raises one of these
+# messages, possibly with other dtypes:
 # - ``expected dtype float for `end` but got dtype c10::BFloat16``
 # - ``expected dtype torch.float32 for `end`, but got dtype torch.bfloat16`` (under `torch.compile`)
 # - `params, grads, exp_avgs, and exp_avg_sqs must have same dtype, device, and layout` ([fused, on a
@@ -364,10 +362,11 @@ assert "expected dtype float for `end` but got dtype c10::BFloat16" in message
 # fp32. A fused optimizer on a GPU can also refuse a gradient whose
 # [strides](https://github.com/pytorch/pytorch/issues/106951) differ from those of its weight.
 #
-# **The fix.** Cast the model first, then create the optimizer and the average, and load their states last. If you use
-# autocast, do not cast the model at all. For an fp32 average of bf16 weights, cast in the update:
-# `average.lerp_(weight.float(), 0.1)`. If a resumed Muon of DeepSpeed keeps fp32 moments, cast them to the dtype of
-# the weights. If all dtypes agree, leave out `fused=True`. <!-- tests/notebooks/test_08d_loop_and_resume.py -->
+# **The fix.** Cast the model first. Then create the optimizer and the averaged weights. Load their states last. If you
+# use autocast, do not cast the model at all. For an fp32 average of bf16 weights, cast in the update:
+# `average.lerp_(weight.float(), 0.1)`. If DeepSpeed's Muon has an fp32 momentum after resuming, cast it to the [dtype
+# of the gradients](https://github.com/deepspeedai/DeepSpeed/issues/7746). If all dtypes agree, leave out `fused=True`.
+# <!-- tests/notebooks/test_08d_loop_and_resume.py -->
 
 # %%
 adam = torch.optim.Adam(model.parameters())
@@ -378,7 +377,7 @@ assert adam.state[model.weight]["exp_avg"].dtype is torch.bfloat16
 # **Not this.** Do not load fp32 state into the optimizer of an fp16 model: small second moments and Adam's epsilon of
 # 1e-8 become 0 in fp16, so by default Adam divides by 0. <!-- tests/notebooks/test_08d_loop_and_resume.py -->
 #
-# We load a second moment of 1e-13 into the optimizers of an fp16 and of an fp32 model:
+# We load a second moment of 1e-13 into the optimizer of an fp16 weight, and of an fp32 weight:
 
 # %%
 weight = nn.Parameter(torch.ones(1))
@@ -414,7 +413,7 @@ for dtype in (torch.float16, torch.float32):
 # **What you see.** `scaler.load_state_dict` raises
 # `The source state dict is empty, possibly because it was saved from a disabled instance of GradScaler.`
 #
-# **A small example.** We load the checkpoint of a bf16 run into an fp16 run.
+# **A small example.** We load the scaler's state from a bf16 run into the scaler of an fp16 run.
 
 # %%
 from_bf16 = torch.amp.GradScaler("cpu", enabled=False).state_dict()
@@ -424,11 +423,11 @@ print(message)
 assert "The source state dict is empty, possibly because it was saved from a disabled" in message
 
 # %% [markdown]
-# **Why.** The checkpoint was saved by a run whose scaler was disabled, such as a run in bf16, in fp32, or
-# on a machine without a GPU. A disabled `GradScaler` has no state and saves an empty dict.
+# **Why.** Usually, the checkpoint was saved by a run whose scaler was disabled, such as a run in bf16, in fp32, or on
+# a machine without a GPU. The `state_dict()` of a disabled `GradScaler` is empty.
 #
-# **The fix.** Load the scaler's state only if the saved dict is not empty. A new scaler finds its
-# scale by itself ([notebook 03](03_grad_scaler_step_by_step.ipynb) shows how).
+# **The fix.** Load the scaler's state only if the saved dict is not empty. A new scaler finds a suitable scale
+# automatically ([notebook 03](03_grad_scaler_step_by_step.ipynb) shows how).
 
 # %%
 for saved in (from_bf16, torch.amp.GradScaler("cpu", init_scale=1024.0).state_dict()):
@@ -458,10 +457,9 @@ assert scaler.get_scale() == 1024
 # torch = "2.6 and later, by default"
 # -->
 #
-# **What you see.** `torch.load` raises `Weights only load failed.` Below, the message says
-# `Unsupported global: GLOBAL torch.amp.grad_scaler.GradScaler was not an allowed global by default.` For a
-# checkpoint of DeepSpeed, the message names [a class of
-# DeepSpeed](https://github.com/modelscope/ms-swift/issues/5808) instead.
+# **What you see.** `torch.load` raises `Weights only load failed.` Further down, the message says
+# `Unsupported global: GLOBAL torch.amp.grad_scaler.GradScaler was not an allowed global by default.`
+# For a DeepSpeed checkpoint, the message names [a DeepSpeed class](https://github.com/modelscope/ms-swift/issues/5808) instead.
 #
 # **A small example.** We save the scaler itself.
 
@@ -482,21 +480,21 @@ assert refused in message
 print(message[message.index(refused) :].partition(" Please")[0])
 
 # %% [markdown]
-# **Why.** The checkpoint contains the scaler object instead of its `state_dict()`. [From PyTorch 2.6
-# on](https://docs.pytorch.org/docs/stable/notes/serialization.html#weights-only), `torch.load` by default reads only
-# a few types, such as tensors, numbers, strings and containers.
+# **Why.** The checkpoint contains the scaler instead of its `state_dict()`. [From PyTorch 2.6
+# on](https://docs.pytorch.org/docs/stable/notes/serialization.html#weights-only), `torch.load` by default reads only a
+# few types, such as tensors, numbers, strings and dicts.
 #
 # **The fix.** Save `scaler.state_dict()`, and load it with `scaler.load_state_dict`. Load your old file once with
-# `weights_only=False`, and save it again with `scaler.state_dict()`. For a checkpoint of DeepSpeed, update DeepSpeed,
-# or set `TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1` in the environment. <!-- tests/notebooks/test_08d_loop_and_resume.py -->
+# `weights_only=False`, and save it again with `scaler.state_dict()`. For a DeepSpeed checkpoint, update DeepSpeed, or
+# set `TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1` in the environment. <!-- tests/notebooks/test_08d_loop_and_resume.py -->
 
 # %%
 state = saved_and_loaded({"scaler": scaler.state_dict(), "dtype": torch.float16})
 assert state["scaler"]["scale"] == 65536
 
 # %% [markdown]
-# **Not this.** Do not pass `weights_only=False` for a file from somebody else: loading it can run any code on
-# your machine.
+# **Not this.** Do not turn off `weights_only` for a file from somebody else, because the file can run any code on your
+# machine.
 
 # %% [markdown]
 # ## Further reading

@@ -23,8 +23,8 @@
 # **What you need.** You need no GPU. Read only the section about your failure. For other failures, see the
 # [index](08_when_amp_breaks.ipynb).
 #
-# **The names of dtypes.** Here, *half precision* means fp16 or bf16. In the messages, `Half` is only fp16,
-# `Float` is fp32, `Double` is float64, `Long` is int64 and `Byte` is uint8.
+# **The names of dtypes.** Here, *half precision* means fp16 or bf16. In the messages, `Half` is only fp16, `Float` is
+# fp32 and `Double` is float64. `Long` is int64, and `Byte` is uint8.
 # <!-- tests/notebooks/test_08e_dtypes.py -->
 
 # %% tags=["nbval-ignore-output"]
@@ -220,15 +220,15 @@ for dtype in HALF:
 # **Why.** The weights are in half precision, but the input is in fp32. Without autocast, these layers do not
 # convert their input.
 #
-# If the input is in half precision too, look for an fp32 tensor inside the model, such as a table of
-# positions: its sum with a half-precision tensor is in fp32.
+# If the input is in half precision too, look for an fp32 tensor inside the model, such as a table of positions. If you
+# add it to a half-precision tensor, the sum is in fp32.
 #
 # On a CPU, a norm in half precision can refuse an fp32 input even inside an autocast block. <!--
 # tests/notebooks/test_08e_dtypes.py -->
 #
 # **The fix.** For inference, cast the input to the dtype of the weights:
-# `x.to(next(model.parameters()).dtype)`. For training, keep the weights in fp32 and use autocast. If
-# `forward` creates a tensor, give this tensor the dtype of its inputs.
+# `x.to(next(model.parameters()).dtype)`. For training, keep the weights in fp32 and use autocast. If `forward` creates
+# a tensor, give it the dtype of the activations.
 #
 # **Not this.** Do not cast integer ids and labels to half precision with the rest of the batch: fp16 rounds an
 # id of 2049 to 2048.
@@ -309,11 +309,11 @@ WRITES = [
 assert len(refusals([lambda write=write: filled(write) for write in WRITES])) == len(WRITES)
 
 # %% [markdown]
-# **Why.** The buffer and the values that you write into it have different dtypes. For example, `torch.zeros`
-# creates an fp32 tensor even under autocast, but the values are in half precision. Autocast does not cast the
-# inputs of an op that writes into an existing tensor.
+# **Why.** The buffer and the values that you write into it have different dtypes. For example, `torch.zeros` by
+# default creates an fp32 tensor, even under autocast, but the values are in half precision. For most ops that write
+# into an existing tensor, autocast does not cast the inputs.
 #
-# `masked_scatter`, `scatter` and `index_add` raise the error too, although they return a new tensor. <!--
+# `masked_scatter`, `scatter` and `index_add` can raise the error too, although they return a new tensor. <!--
 # tests/notebooks/test_08e_dtypes.py -->
 #
 # **The fix.** Cast the values `f` that you write into the buffer: `buffer[i] = f.to(buffer.dtype)`. Or create
@@ -350,9 +350,9 @@ assert x.half().new_zeros(4, 2).dtype is torch.float16
 # tl.dot operand compiler backward dies gradient mamba printing"""
 # -->
 #
-# **What you see.** `backward()` raises `expected scalar type Half but found Float`, or another message of
-# [the first section](#A-half-precision-output-leaves-the-block). The traceback contains the line [`return
-# user_fn(self, *args)`](https://github.com/pytorch/pytorch/blob/main/torch/autograd/function.py).
+# **What you see.** `backward()` raises `expected scalar type Half but found Float`, or another message from
+# [the first section](#A-half-precision-output-leaves-the-block). The traceback contains the line
+# [`return user_fn(self, *args)`](https://github.com/pytorch/pytorch/blob/main/torch/autograd/function.py).
 #
 # **A small example.** We write a batched matmul as an `autograd.Function`.
 
@@ -383,9 +383,9 @@ print(message)
 assert "expected scalar type Half but found Float" in message
 
 # %% [markdown]
-# **Why.** The custom `forward` runs inside the autocast block, but `backward` runs outside, where autocast
-# does not cast. So an op in `backward` gets an fp16 gradient and an fp32 tensor that `forward` saved. If you
-# decorate only `backward`, the message names `_fwd_used_autocast`.
+# **Why.** The custom `forward` runs inside the autocast block, but `backward` usually runs outside, where autocast
+# does not cast. So an op in `backward` gets a 16-bit gradient and an fp32 tensor that `forward` saved. If you decorate
+# only `backward`, the message names `_fwd_used_autocast`.
 #
 # **The fix.** Decorate `forward` with `torch.amp.custom_fwd(device_type="cuda")` and `backward` with
 # `torch.amp.custom_bwd(device_type="cuda")`. For a kernel whose inputs autocast does not cast, such as one in
@@ -408,7 +408,7 @@ for options in ({}, {"cast_inputs": torch.float32}):
 
 # %% [markdown]
 # If you wrote your own activation checkpointing, check that it stores the dtype of autocast. If it stores only whether
-# autocast was on, `backward()` recomputes the layers in the default dtype, which is fp16 on CUDA. Use
+# autocast was on, `backward()` recomputes the layers in autocast's default dtype, which is fp16 on CUDA. Use
 # `torch.utils.checkpoint.checkpoint(…, use_reentrant=False)` instead. <!-- tests/remedies/test_migrate_remedies.py -->
 
 
@@ -454,7 +454,7 @@ for options in ({}, {"cast_inputs": torch.float32}):
 #
 # **A small example.** We mix fp16 and bf16 in three ways:
 # 1. We pass a bf16 input to fp16 layers, and an fp16 input to bf16 layers.
-# 2. We nest a bf16 autocast block in an fp16 block, and call one fp32 model in each block.
+# 2. We nest a bf16 autocast block in an fp16 block, and call the same fp32 model in both blocks.
 # 3. We concatenate bf16 tensors in an fp16 block.
 
 
@@ -480,8 +480,8 @@ assert "Unexpected floating ScalarType in at::autocast::prioritize" in messages[
 
 # %% [markdown]
 # **Why.** An op gets an fp16 tensor and a bf16 tensor, or it gets bf16 tensors in an fp16 autocast block (or
-# the reverse). If the weights are in fp32, look for a bf16 block inside an fp16 block, or the reverse. Both blocks
-# share a cache of cast weights, so the inner block uses the outer block's copies.
+# the reverse). If the weights are in fp32, look for two nested blocks, one in fp16 and one in bf16. Both blocks share
+# a cache of cast weights, so the inner block can use the outer block's copies.
 #
 # The message with `prioritize` comes from an op that autocast runs in the widest dtype of its inputs
 # ([notebook 02](02_autocast_dtypes.ipynb)), such as `cat` on a CPU. <!-- tests/notebooks/test_08e_dtypes.py
@@ -579,11 +579,11 @@ assert "but got Double and BFloat16" in message
 # tests/notebooks/test_02_autocast_dtypes.py -->
 #
 # **The fix.** Convert the tensor where you load or create it, with `.float()`, as in
-# `torch.from_numpy(array).float()`. If the weights are in half precision, convert the input to their dtype.
-# Convert the class targets of `cross_entropy` with `.long()`.
+# `torch.from_numpy(array).float()`. If the weights are in half precision, convert the input to the dtype of the
+# weights. Convert the class targets of `cross_entropy` with `.long()`.
 #
-# **Not this.** Do not call `model.double()` or `torch.set_default_dtype(torch.float64)`: float64 layers do not
-# run in half precision.
+# **Not this.** Do not call `model.double()` or `torch.set_default_dtype(torch.float64)`: autocast does not run float64
+# layers in half precision.
 
 # %%
 for array in (x.double().numpy(), x.long().numpy(), x.byte().numpy()):

@@ -9,10 +9,9 @@
 # %% [markdown]
 # # Replace ops and devices that refuse half precision
 #
-# **What you'll do.** Look up one failure: its message or symptom, a small example, the reason
-# and the fix.
+# **What you'll do.** Look up a failure by its error message or its symptom.
 #
-# **What you'll learn.** You will know how to repair:
+# **What you'll learn.** You will know how to repair these failures:
 # - [BCELoss is refused on a GPU](#BCELoss-is-refused-on-a-GPU);
 # - [An op does not exist in half precision](#An-op-does-not-exist-in-half-precision);
 # - [NumPy does not support bf16](#NumPy-does-not-support-bf16);
@@ -24,8 +23,8 @@
 # - [Attention finds no kernel](#Attention-finds-no-kernel).
 #
 # **What you need.** You need no GPU. Read only the section about your failure. For other failures, see the
-# [index](08_when_amp_breaks.ipynb). In the programs, `message_of` and `warnings_of` return the error message
-# and the warnings of a call.
+# [index](08_when_amp_breaks.ipynb). In the programs, `message_of(call)` returns the error message that `call` raises,
+# and `warnings_of(call)` returns the warnings.
 
 # %% tags=["nbval-ignore-output"]
 from contextlib import nullcontext
@@ -86,7 +85,7 @@ if torch.cuda.is_available():  # the real thing
 # `nn.BCELoss`, compute it inside `with torch.autocast(device_type, enabled=False):` from the probabilities
 # `logits.float().sigmoid()`. <!-- tests/notebooks/test_08f_ops_and_devices.py -->
 #
-# **Not this.** Do not pass probabilities to `nn.BCEWithLogitsLoss`, which applies a second sigmoid: even a
+# **Not this.** Do not pass probabilities to `nn.BCEWithLogitsLoss`, because it applies a second sigmoid. Even a
 # perfect prediction then has a loss of at least 0.31.
 
 # %%
@@ -157,10 +156,9 @@ with cuda_rules():
 # returns a 16-bit tensor. Autocast casts this tensor to fp32 for the ops on the [fp32 list of the
 # device](https://docs.pytorch.org/docs/stable/amp.html#autocast-op-reference), but not for this op.
 #
-# **The fix.** Call `.float()` on the input of the op. If the op is still refused under autocast, also run it
-# inside `with torch.autocast(device_type, enabled=False):`. The op then probably contains a matmul, as
-# `torch.sparse.mm` does, and autocast casts the inputs of the matmul to 16 bits again. If the op initializes
-# the weights, create the model in fp32 and then cast the model.
+# **The fix.** Call `.float()` on the input of the op. If the op is still refused under autocast, also run it inside
+# `with torch.autocast(device_type, enabled=False):`. Autocast probably casts the inputs of a matmul in this op to 16
+# bits again, as in `torch.sparse.mm`. If the op initializes weights, create the model in fp32 and then cast the model.
 
 # %%
 for op in (torch.linalg.det, torch.linalg.inv):
@@ -201,7 +199,7 @@ print(message_of(prediction.numpy))
 print(message_of(lambda: np.from_dlpack(prediction)))
 
 # %% [markdown]
-# **Why.** NumPy itself has neither bf16 nor FP8. <!-- tests/notebooks/test_08f_ops_and_devices.py -->
+# **Why.** NumPy itself has no bf16 or FP8 dtype. <!-- tests/notebooks/test_08f_ops_and_devices.py -->
 #
 # **The fix.** Convert to fp32 first: `prediction.detach().float().cpu().numpy()`. For a NumPy array in bf16,
 # such as one from JAX, write `torch.from_numpy(array.astype("float32")).bfloat16()`.
@@ -246,7 +244,7 @@ assert (prediction.half().numpy() + 1).dtype == "float16"
 # - `User specified an unsupported autocast device_type 'meta'`, or another device type
 # - `unsupported scalarType`
 # - ``Expected `device_type` of type `str`, got``, followed by a type
-# - `In MPS autocast, but the target dtype is not supported. Disabling autocast.`, which is only a warning
+# - `In MPS autocast, but the target dtype is not supported. Disabling autocast.` (a warning)
 # - `unknown device type for autocast`, from `torch.is_autocast_enabled`
 #
 # **A small example.** We make three calls for the device `meta` (tensors without data). Then we
@@ -265,11 +263,11 @@ print(warnings_of(lambda: torch.autocast("mps", dtype=torch.float32)))
 # another dtype, autocast warns and switches itself off. <!-- tests/notebooks/test_08f_ops_and_devices.py -->
 #
 # **The fix.** Pass `tensor.device.type`, not `tensor.device`. On an AMD GPU the type is
-# [`"cuda"`](https://docs.pytorch.org/docs/stable/notes/hip.html), not `"hip"`. If a 16-bit dtype is refused,
-# update torch: autocast on MPS has supported bf16 [since torch
-# 2.6](https://github.com/huggingface/accelerate/blob/main/src/accelerate/accelerator.py). To run a block in
-# fp32, write `enabled=False`, not `dtype=torch.float32`, and call `.float()` on the inputs of the block. If
-# you do not know whether the device has autocast, check `torch.amp.is_autocast_available(device_type)` first.
+# [`"cuda"`](https://docs.pytorch.org/docs/stable/notes/hip.html), not `"hip"`. If fp16 or bf16 is refused on a CPU or
+# on MPS, update torch. For example, autocast on MPS needs [torch 2.6 or
+# later](https://github.com/huggingface/accelerate/blob/main/src/accelerate/accelerator.py) for bf16. To run a block in
+# fp32, write `enabled=False` instead of `dtype=torch.float32`. Also call `.float()` on the inputs of the block. To
+# find out whether a device has autocast, call `torch.amp.is_autocast_available(device_type)`.
 
 
 # %%
@@ -321,8 +319,7 @@ assert warnings_of(lambda: torch.autocast("mps", enabled=False)) == ""
 # - `Feature '.bf16' requires .target sm_80 or higher`, from Triton, which `torch.compile` uses ([on a
 #   T4](https://github.com/unslothai/unsloth/issues/501))
 #
-# **A small example.** We replace two functions of PyTorch, to imitate a GPU that neither has
-# nor emulates bf16.
+# **A small example.** We replace two PyTorch functions to imitate a GPU that neither has nor emulates bf16.
 
 # %%
 without_bf16 = mock.patch.multiple(
@@ -332,10 +329,9 @@ with without_bf16:
     print(message_of(lambda: torch.autocast("cuda", dtype=torch.bfloat16)))
 
 # %% [markdown]
-# **Why.** NVIDIA's GPUs support bf16 since compute capability 8.0 (Ampere). On a V100, T4 or RTX 20, PyTorch
-# [emulates bf16](../docs/hardware.md#t4-v100-and-rtx-20) slowly, and some libraries refuse bf16. AMD's Radeon
-# RX 5000 and RX 6000 do not [support
-# bf16](https://rocm.docs.amd.com/projects/HIP/en/docs-6.3.2/reference/hardware_features.html).
+# **Why.** NVIDIA GPUs support bf16 from compute capability 8.0 (Ampere) on. On a V100, T4 or RTX 20, PyTorch [emulates
+# bf16](../docs/hardware.md#t4-v100-and-rtx-20) slowly, and some libraries refuse bf16. AMD's Radeon RX 5000 and RX
+# 6000 do not [support bf16](https://rocm.docs.amd.com/projects/HIP/en/docs-6.3.2/reference/hardware_features.html).
 #
 # **The fix.** If the GPU is fast in fp16, use fp16, and train with a `GradScaler`. If the GPU is slow in fp16, use
 # fp32. Also use fp32 if the model was trained in bf16 and [gives NaN in
@@ -383,7 +379,7 @@ with without_bf16:
 #   ([its source](https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/native/cuda/CuFFTPlanCache.h))
 # - `Unsupported dtype Half`, on a CPU with MKL
 #
-# **A small example.** We compute the spectrum of 100 numbers in fp16 and in bf16.
+# **A small example.** We try to compute the spectrum of 100 numbers in fp16 and in bf16.
 
 # %%
 signal = torch.ones(100)
@@ -394,16 +390,16 @@ if torch.cuda.is_available():
     assert "cuFFT only supports dimensions whose sizes are powers of two" in on_cuda
 
 # %% [markdown]
-# **Why.** The input of the FFT is in 16 bits, for example because it is the output of a layer. On CUDA, autocast
-# does not cast it. cuFFT, NVIDIA's FFT library, has fp16 kernels only for sizes that are powers of two. PyTorch has
-# no 16-bit FFT kernels for a CPU. <!-- tests/notebooks/test_08f_ops_and_devices.py -->
+# **Why.** The input of the FFT is in 16 bits, for example because a layer returned it in 16 bits. On CUDA, autocast
+# does not cast the inputs of an FFT. cuFFT, NVIDIA's FFT library, has fp16 kernels only for sizes that are powers of
+# two. PyTorch has no 16-bit FFT kernels for a CPU. <!-- tests/notebooks/test_08f_ops_and_devices.py -->
 #
 # `torch.stft` calls the same kernels. On CUDA, an fp16 FFT returns the dtype `ComplexHalf`, for which CUDA
 # has no matmul. <!-- tests/tracing/test_kernel_limits.py -->
 #
-# **The fix.** Run the transform inside `with torch.autocast(device_type, enabled=False):`, and call
-# `.float()` on its input. Keep the next ops in this block too, such as matmuls of the spectrum and the
-# logarithm of its power. Then cast the result to the dtype of the next layer.
+# **The fix.** Run the transform inside `with torch.autocast(device_type, enabled=False):`, and call `.float()` on its
+# input. Keep the next ops on the spectrum in this block too, such as matmuls and a logarithm. Then cast the result to
+# the dtype of the next layer.
 #
 # After `model.half()`, which also casts buffers such as a window, call `.float()` on the module that computes
 # the spectrogram. <!-- tests/notebooks/test_08f_ops_and_devices.py -->
@@ -434,7 +430,7 @@ assert torch.fft.rfft(signal.half().float()).dtype is torch.complex64
 # Colab cuda works MacBook stops"""
 # -->
 #
-# **What you see.** A float64 tensor raises one of these errors:
+# **What you see.** With a float64 tensor, you get one of these errors:
 # - `Cannot convert a MPS Tensor to float64 dtype as the MPS framework doesn't support float64.`, on a Mac
 #   ([its source](https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/mps/EmptyTensor.cpp))
 # - `Required aspect fp64 is not supported on the device`, on an Intel Arc A ([a
@@ -454,9 +450,9 @@ if torch.backends.mps.is_available():
 # default. `GradScaler.unscale_` also creates a float64 tensor. On MPS, only older versions of torch do so
 # ([issue 142397](https://github.com/pytorch/pytorch/issues/142397)).
 #
-# **The fix.** Convert the tensor to fp32 before you move it: `torch.from_numpy(array).float().to("mps")`. In
-# the model, replace `.double()` by `.float()`, and `torch.float64` by `torch.float32`. If `GradScaler` fails
-# on MPS, update torch. If it fails on an Intel Arc A, train in bf16 [without a
+# **The fix.** Convert the tensor to fp32 before you move it: `torch.from_numpy(array).float().to("mps")`. In the
+# model, replace `.double()` with `.float()`, and `torch.float64` with `torch.float32`. If `GradScaler` fails on MPS,
+# update torch. If it fails on an Intel Arc A, train in bf16 [without a
 # `GradScaler`](https://github.com/pytorch/pytorch/issues/147731).
 
 # %%
@@ -489,8 +485,8 @@ assert weights.float().to(device).dtype is torch.float32
 # **What you see.** The package `flash-attn` raises [`FlashAttention only support fp16 and bf16 data
 # type`](https://github.com/Dao-AILab/flash-attention/blob/main/csrc/flash_attn/flash_api.cpp).
 #
-# **A small example.** The kernel needs a GPU, so we only show how q becomes fp32: inside an
-# autocast block, we multiply it by fp32 cosines, as in a rotary embedding.
+# **A small example.** The kernel needs a GPU, so we only show how q becomes fp32: inside an autocast block, we
+# multiply a bf16 tensor by fp32 cosines, as in a rotary embedding.
 
 # %%
 cosines = torch.ones(2)  # fp32, as rotary embeddings often keep them
@@ -501,10 +497,9 @@ print(f"v is {v.dtype}, q is {q.dtype}")
 assert q.dtype is torch.float32
 
 # %% [markdown]
-# **Why.** This kernel takes only fp16 and bf16, and autocast does not cast the inputs of [`flash-attn`'s
-# functions](https://github.com/Dao-AILab/flash-attention/blob/main/flash_attn/flash_attn_interface.py).
-# There are two usual causes: an fp32 model runs without autocast, or a norm or rotary embedding returns q and k in
-# fp32.
+# **Why.** This kernel takes only fp16 and bf16. Autocast does not cast the inputs of [`flash-attn`'s
+# functions](https://github.com/Dao-AILab/flash-attention/blob/main/flash_attn/flash_attn_interface.py). The usual
+# causes are an fp32 model without autocast, and a norm or rotary embedding that returns q and k in fp32.
 #
 # **The fix.** Cast q, k and v to one 16-bit dtype right before the call. Or call
 # `F.scaled_dot_product_attention` under autocast, which casts q, k and v. For inference with transformers,
@@ -545,11 +540,11 @@ with torch.autocast("cpu", dtype=torch.bfloat16):
 # -->
 #
 # **What you see.** `F.scaled_dot_product_attention` raises `No available kernel. Aborting execution.` Before the
-# error, PyTorch warns with its reasons, for example
+# error, PyTorch gives the reasons as warnings, for example
 # `Expected query, key and value to all be of dtype: {Half, BFloat16}`.
 #
-# **A small example.** A model allows only flash attention but gets fp32 inputs. We check it
-# with [X-ray](09_xray_your_model.ipynb), which knows the rules of CUDA and needs no GPU.
+# **A small example.** A model allows only flash attention but gets fp32 inputs. We check the model with
+# [X-ray](09_xray_your_model.ipynb), which applies CUDA's rules and needs no GPU.
 
 
 # %%
@@ -569,11 +564,11 @@ print(message_of(lambda: xray(FlashOnly(), tokens, dtype=torch.float32)).split("
 # flash attention and cuDNN kernels need an Ampere GPU or newer, and support only fp16 and bf16. If training works,
 # the cause is often a call outside autocast, with fp32 inputs, for example in the evaluation.
 #
-# **The fix.** Run the call under autocast, or cast q, k and v to a 16-bit dtype: fp16, or bf16 if the GPU is Ampere or
-# newer. If you need fp32 or have an older GPU, also allow `SDPBackend.EFFICIENT_ATTENTION`. If no other kernel
-# supports your call, allow `SDPBackend.MATH`. <!-- tests/tracing/test_kernel_limits.py -->
+# **The fix.** If q, k and v are in fp32, run the call under autocast, or cast them to a 16-bit dtype. On NVIDIA GPUs,
+# bf16 needs Ampere or newer. If you need fp32 or have an older GPU, also allow `SDPBackend.EFFICIENT_ATTENTION`. If no
+# other kernel supports your call, allow `SDPBackend.MATH`. <!-- tests/tracing/test_kernel_limits.py -->
 #
-# With `dtype=torch.bfloat16`, X-ray checks the model under autocast. Then no error is raised:
+# With `dtype=torch.bfloat16`, X-ray checks the model under autocast. Now the model runs without an error:
 
 # %%
 assert not xray(FlashOnly(), tokens, dtype=torch.bfloat16).raised

@@ -9,10 +9,9 @@
 # %% [markdown]
 # # Find the speed and the memory that AMP should save
 #
-# **What you'll do.** Look up one failure: its message or symptom, a small example,
-# why it happens, and the fix.
+# **What you'll do.** Look up a failure by its error message or its symptom.
 #
-# **What you'll learn.** You will know how to repair:
+# **What you'll learn.** You will know how to repair these failures:
 # - [Autocast or the scaler is switched off](#Autocast-or-the-scaler-is-switched-off);
 # - [A thread runs without autocast or in another dtype](#A-thread-runs-without-autocast-or-in-another-dtype);
 # - [Autocast makes the model no faster](#Autocast-makes-the-model-no-faster);
@@ -23,8 +22,8 @@
 # - [Memory grows with each step or in evaluation](#Memory-grows-with-each-step-or-in-evaluation).
 #
 # **What you need.** You need no GPU. Read only the section about your failure. For other failures, see the
-# [index](08_when_amp_breaks.ipynb). In the programs, `make` returns a model and its optimizer. `message_of`
-# and `warnings_of` return the error message and the warnings of a call.
+# [index](08_when_amp_breaks.ipynb). In the programs, `make` returns a model and its optimizer. `message_of(call)`
+# returns the error message that `call` raises, and `warnings_of(call)` returns the warnings.
 
 # %% tags=["nbval-ignore-output"]
 import math
@@ -83,17 +82,17 @@ assert ("CUDA is not available" in warned) is not torch.cuda.is_available()
 assert "In CPU autocast, but the target dtype is not supported." in wrong_dtype
 
 # %% [markdown]
-# **Why.** You use autocast for CUDA, but PyTorch sees no GPU. Or you use autocast for another device that does
-# not support your dtype. In both cases, autocast switches itself off with a warning, and training goes on in
-# fp32. Without a GPU, a scaler for CUDA also switches itself off with a warning.
+# **Why.** You use autocast for CUDA, but PyTorch finds no GPU. Or you use autocast for another device, and autocast
+# does not support your dtype there. In both cases, autocast warns and switches itself off, so training continues in
+# fp32. Without a GPU, a scaler for CUDA also warns and switches itself off.
 #
 # For `"xpu"` and `"mps"` there is no warning if the device is missing: autocast stays enabled, but tensors on
 # the CPU stay in fp32. <!-- tests/notebooks/test_08g_speed_and_memory.py -->
 #
 # **The fix.** Pass the device type of the tensors and a 16-bit dtype: `torch.autocast(x.device.type,
 # dtype=torch.bfloat16)`. If `torch.cuda.is_available()` is False on a machine with an NVIDIA or AMD GPU,
-# you may need [another build of PyTorch](../docs/hardware.md#install-another-build-of-torch), which fits the GPU
-# and its driver.
+# you may need [another build of PyTorch](../docs/hardware.md#install-another-build-of-torch) that fits the GPU and its
+# driver.
 
 
 # %%
@@ -144,13 +143,14 @@ print("in the thread:", *found)
 assert found == (torch.float32, torch.bfloat16)
 
 # %% [markdown]
-# **Why.** Autocast and its dtype are set separately in each thread. A new thread starts with autocast off and with the
-# default dtype, which is fp16 on CUDA. With several GPUs, `nn.DataParallel` starts a thread for each GPU and enters
-# autocast there without a dtype, so bf16 becomes fp16. <!-- tests/notebooks/test_08g_speed_and_memory.py -->
+# **Why.** Autocast and its dtype are set separately in each thread. A new thread starts with autocast off and with
+# autocast's default dtype, which is fp16 on CUDA. With several GPUs, `nn.DataParallel` starts a thread for each GPU
+# and enters autocast there without a dtype, so bf16 becomes fp16. <!-- tests/notebooks/test_08g_speed_and_memory.py
+# -->
 #
 # **The fix.** Enter autocast with its dtype inside the function that the thread runs, or decorate the
-# model's `forward` with `torch.autocast`. Replace `nn.DataParallel` by `DistributedDataParallel`,
-# which uses processes ([notebook 11](11_scale_out.ipynb#DDP)).
+# model's `forward` with `torch.autocast`. Replace `nn.DataParallel` with `DistributedDataParallel`, which uses
+# processes ([notebook 11](11_scale_out.ipynb#DDP)).
 
 # %%
 assert in_a_thread(lambda: enter_again(dtype=torch.float16)) is torch.float16
@@ -210,15 +210,15 @@ print(f"fp32: {plain.ops} ops; autocast: {amp.ops} ops, {amp.casts} of them cast
 assert (plain.ops, amp.ops, amp.casts) == (5, 16, 11)
 
 # %% [markdown]
-# **Why.** AMP speeds up large matrix multiplications and convolutions, on hardware with fast 16-bit units.
-# Small layers can become slower, because autocast adds casts of weights, biases and inputs. If a GPU mostly
-# waits for the data loader or the CPU, faster matmuls [save little
+# **Why.** AMP speeds up large matrix multiplications and convolutions on hardware with fast 16-bit units. Small layers
+# can become slower, because autocast adds casts of weights, biases and inputs. If a GPU mostly waits for the data
+# loader or the CPU, faster matmuls [save little
 # time](https://docs.pytorch.org/tutorials/recipes/recipes/amp_recipe.html#speedup-with-amp-is-minor).
 #
 # Other causes:
 # - **The hardware** has no fast units for this dtype ([known
 #   problems](19_choose_your_precision.ipynb#Known-problems-of-each-device)).
-# - **Frozen weights**, and under `torch.inference_mode()` all weights, are cast again in each use.
+# - **Frozen weights**, and under `torch.inference_mode()` all weights, are cast again at each use.
 # - **Large ops stay in fp32**. `amp-lab xray` lists them ([notebook 09](09_xray_your_model.ipynb)).
 # - **Sizes** are [not multiples of 8](#A-size-is-not-a-multiple-of-16-or-8).
 # - **Convolutions** do not use
@@ -227,9 +227,8 @@ assert (plain.ops, amp.ops, amp.casts) == (5, 16, 11)
 # - **The clock** was read [before the GPU had finished](04_fp32_vs_amp.ipynb#How-not-to-measure).
 #
 # **The fix.** Time one step in each precision, on a batch that is already on the GPU. If AMP is faster on this
-# batch, the rest of the loop limits the speed, often the data loader. If AMP is not faster, use larger batches
-# and the dtype that `amp-lab doctor` recommends. For inference, cast the weights once. <!--
-# tests/cli/test_cli.py -->
+# batch, the rest of the loop limits the speed, often the data loader. If AMP is not faster, try larger batches and the
+# dtype that `amp-lab doctor` recommends. For inference, cast the weights once. <!-- tests/cli/test_cli.py -->
 #
 # **Not this.** Do not call `model.half()` before training to avoid the casts: fp16 weights lose small updates.
 
@@ -284,17 +283,17 @@ print(f"batch of 1: fp32 {fp32 / 1024:.0f} KiB, autocast {amp / 1024:.0f} KiB")
 assert amp > 50 * fp32
 
 # %% [markdown]
-# **Why.** Autocast makes many activations smaller, but not the weights, gradients and optimizer state. With
-# Adam these take 16 bytes per parameter in fp32, and autocast adds 16-bit copies of weights. A
-# large model with a small batch can therefore need more memory than in fp32.
+# **Why.** Autocast makes many activations smaller, but not the weights, gradients and optimizer state. With Adam,
+# these take 16 bytes per parameter in fp32. Autocast also adds 16-bit copies of weights, so a large model with a small
+# batch can need more memory than in fp32.
 # <!-- tests/notebooks/test_08g_speed_and_memory.py -->
 #
-# **The fix.** To gain from AMP, make the batch larger: AMP saves memory only on activations. If activations
-# fill the memory, use gradient checkpointing. If weights and Adam's state fill the memory, use an optimizer with
-# less state, LoRA or sharding (FSDP). <!-- tests/remedies/test_memory_remedies.py -->
+# **The fix.** Use a larger batch to gain more from AMP, because AMP saves memory only on activations. If activations
+# fill the memory, use gradient checkpointing. If weights and Adam's state fill the memory, use an optimizer with less
+# state, LoRA or sharding (FSDP). <!-- tests/remedies/test_memory_remedies.py -->
 #
-# **Not this.** Do not train with `model.bfloat16()` to save memory: PyTorch's optimizers then round small
-# updates away ([notebook 16](16_low_precision_state.ipynb#Weights-in-bf16)).
+# **Not this.** Do not train with `model.bfloat16()` to save memory, because the optimizers of `torch.optim` then round
+# small updates away ([notebook 16](16_low_precision_state.ipynb#Weights-in-bf16)).
 
 # %%
 many = torch.ones(2048, 512)
@@ -344,13 +343,13 @@ assert kept == 4  # weight and bias once, the input twice
 assert freed == 6  # all of them twice
 
 # %% [markdown]
-# **Why.** The fp32 weights stay in memory. In eager mode under `torch.no_grad()`, autocast by default also
-# keeps a 16-bit copy of each weight that requires a gradient, until the outermost autocast block ends.
+# **Why.** The fp32 weights stay in memory. In eager mode under `torch.no_grad()`, autocast by default also keeps its
+# 16-bit copies of weights that require a gradient, until the outermost autocast block ends.
 # <!-- tests/notebooks/test_02_autocast_dtypes.py -->
 #
-# **The fix.** Use `torch.inference_mode()` or `torch.autocast(…, cache_enabled=False)`, which keep no
-# copies. Or, if the model only runs inference, cast it once with `model.bfloat16()`,
-# which halves the memory of fp32 weights ([notebook 18](18_inference_and_export.ipynb#Ways-to-run-it)).
+# **The fix.** Use `torch.inference_mode()` or `torch.autocast(…, cache_enabled=False)`. Autocast then keeps no copies.
+# If you use the model only for inference, you can also cast it once with `model.bfloat16()`. This halves the memory of
+# fp32 weights ([notebook 18](18_inference_and_export.ipynb#Ways-to-run-it)).
 #
 # **Not this.** `torch.cuda.empty_cache()` [releases only unused
 # memory](https://docs.pytorch.org/docs/stable/generated/torch.cuda.memory.empty_cache.html), so it does not
@@ -419,11 +418,11 @@ print(message_of(lambda: torch._scaled_grouped_mm(fp8(32, 100), fp8(64, 100).T, 
 # [recommends](https://docs.nvidia.com/deeplearning/performance/dl-performance-matrix-multiplication/index.html#requirements-tc)
 # multiples of 8, and on an A100 multiples of 64.
 #
-# **The fix.** Pad the vocabulary to a multiple of 64, pad the tokens in the collate function, and drop an
-# incomplete last batch with `drop_last=True`. Or keep a linear layer in bf16. If
+# **The fix.** Pad the vocabulary to a multiple of 64. Pad the tokens in the collate function, and drop an incomplete
+# last batch with `drop_last=True`. Or keep the layer in bf16. If
 # [vLLM](https://github.com/vllm-project/vllm/issues/42384) or
-# [SGLang](https://github.com/sgl-project/sglang/issues/3345) refuses the sizes of an FP8 checkpoint, use a
-# smaller tensor-parallel size.
+# [SGLang](https://github.com/sgl-project/sglang/issues/3345) refuses the sizes of an FP8 checkpoint, use a smaller
+# tensor-parallel size.
 #
 # If you pad the vocabulary, leave out the logits of the padding when you choose a token.
 
@@ -482,14 +481,14 @@ assert peak_of(4096) > memory
 assert torch.cuda.OutOfMemoryError is torch.OutOfMemoryError
 
 # %% [markdown]
-# **Why.** The weights, gradients, optimizer state and activations of a step do not fit into the free memory
-# of the device.
+# **Why.** The weights, gradients, optimizer state and activations do not all fit into the free memory of the device.
 #
 # The place of the error suggests its cause:
-# - **In the forward or backward pass**: the activations, so the batch, image or sequence is too large.
+# - **In the forward or backward pass**: the activations, because the batch, image or sequence is too large.
 # - **In the first `optimizer.step()`**: the optimizer state, which Adam allocates there.
 # - **After many steps, or in evaluation**: [memory grows](#Memory-grows-with-each-step-or-in-evaluation).
-# - **Only after resuming**: the checkpoint is on the GPU. <!-- tests/notebooks/test_08g_speed_and_memory.py -->
+# - **Only after resuming**: the loaded checkpoint is also on the GPU. <!--
+#   tests/notebooks/test_08g_speed_and_memory.py -->
 # - **With much memory "reserved but unallocated"**: the memory is fragmented. Set
 #   [`PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`](../docs/memory_in_practice.md#pytorch_cuda_alloc_conf-or-pytorch_alloc_conf).
 #
@@ -499,8 +498,8 @@ assert torch.cuda.OutOfMemoryError is torch.OutOfMemoryError
 # forecasts the largest batch. <!-- tests/tracing/test_largest_batch.py --> <!--
 # tests/remedies/test_memory_remedies.py -->
 #
-# **Not this.** `torch.cuda.empty_cache()` in each step rarely helps, because PyTorch [already reuses what it
-# has cached](https://docs.pytorch.org/docs/stable/generated/torch.cuda.memory.empty_cache.html).
+# **Not this.** `torch.cuda.empty_cache()` in each step rarely helps, because PyTorch [already reuses cached
+# memory](https://docs.pytorch.org/docs/stable/generated/torch.cuda.memory.empty_cache.html).
 
 # %%
 fits = largest_batch(wide, (512,), memory_bytes=memory, precision="bf16")
@@ -562,13 +561,12 @@ print(f"tensors held by three losses: {losses}, by three numbers: {numbers}")
 assert losses > numbers == 0
 
 # %% [markdown]
-# **Why.** If you keep a loss or an output, its graph stays in memory too. Until `backward`, this graph keeps
-# activations of its batch. Even without a graph, the logits that you keep can fill the memory.
+# **Why.** If you keep a loss or an output, its autograd graph stays in memory too. Until `backward()`, this graph
+# holds activations. Even without a graph, the logits that you keep can fill the memory.
 #
-# **The fix.** Evaluate under `torch.inference_mode()`, add up `loss.item()`, and keep
-# `logits.argmax(-1).cpu()` in place of the logits. In [transformers'
-# Trainer](https://huggingface.co/docs/transformers/main_classes/trainer) set `eval_accumulation_steps`, or reduce
-# the logits in `preprocess_logits_for_metrics`.
+# **The fix.** Evaluate under `torch.inference_mode()`, and add up `loss.item()`. Keep `logits.argmax(-1).cpu()`
+# instead of the logits. In [transformers' Trainer](https://huggingface.co/docs/transformers/main_classes/trainer) set
+# `eval_accumulation_steps`, or reduce the logits in `preprocess_logits_for_metrics`.
 #
 # **Not this.** `model.eval()` alone does not stop PyTorch from building graphs.
 

@@ -9,10 +9,9 @@
 # %% [markdown]
 # # Repair compiled and distributed training
 #
-# **What you'll do.** Look up one failure: its message or symptom, a small example,
-# why it happens, and the fix.
+# **What you'll do.** Look up a failure by its error message or its symptom.
 #
-# **What you'll learn.** You will know how to repair:
+# **What you'll learn.** You will know how to repair these failures:
 # - [A compiled model has different gradients](#A-compiled-model-has-different-gradients);
 # - [The scaler is inside a compiled function](#The-scaler-is-inside-a-compiled-function);
 # - [An LSTM fails under autocast on the CPU](#An-LSTM-fails-under-autocast-on-the-CPU);
@@ -23,8 +22,8 @@
 # - [The ranks of a distributed run diverge](#The-ranks-of-a-distributed-run-diverge).
 #
 # **What you need.** You need no GPU. Read only the section about your failure. For other failures, see the
-# [index](08_when_amp_breaks.ipynb). In the programs, `make` returns a model and its optimizer. `message_of`
-# and `warnings_of` return the error message and the warnings of a call.
+# [index](08_when_amp_breaks.ipynb). In the programs, `make` returns a model and its optimizer. `message_of(call)`
+# returns the error message that `call` raises, and `warnings_of(call)` returns the warnings.
 
 # %% tags=["nbval-ignore-output"]
 import warnings
@@ -84,13 +83,13 @@ print(f"gradient: eager {eager:.3f}, compiled {compiled:.3f}")
 assert (eager, compiled) == (torch.tensor(1.001).item(), 1.0)
 
 # %% [markdown]
-# **Why.** By default, `torch.compile` plans the backward pass together with the forward pass. It [assumes
-# that the autocast around the call is also on in
-# `backward()`](https://docs.pytorch.org/docs/stable/torch.compiler_backward.html). So it can compute the
-# gradients of an `autocast(enabled=False)` region in 16 bits.
+# **Why.** By default, `torch.compile` plans the backward pass together with the forward pass. It [assumes that the
+# autocast around the call is also on in
+# `backward()`](https://docs.pytorch.org/docs/stable/torch.compiler_backward.html), so it can compute the gradients of
+# an `autocast(enabled=False)` region in 16 bits.
 #
-# **The fix.** Move the autocast block *into* the compiled function, where the compiler sees its end.
-# Or set `torch._functorch.config.backward_pass_autocast = "off"` (torch 2.9 or later) before you compile.
+# **The fix.** Move the autocast block *into* the compiled function. Or set
+# `torch._functorch.config.backward_pass_autocast = "off"` (torch 2.9 or later) before you compile.
 
 
 # %%
@@ -127,8 +126,8 @@ with torch._functorch.config.patch(backward_pass_autocast="off"):
 # -->
 #
 # **What you see.** With `fullgraph=True`, the compiled function raises
-# `Attempted to inline function marked as skipped` and names a method of `GradScaler`. Without
-# `fullgraph=True`, by default the graph breaks there without a message.
+# `Attempted to inline function marked as skipped`. The message names a method of `GradScaler`. By default
+# (`fullgraph=False`), the graph breaks there without a message.
 #
 # **A small example.** We compile a function that scales the loss.
 
@@ -144,8 +143,8 @@ assert len(broken.break_reasons) == 1
 # %% [markdown]
 # **Why.** `torch.compile` does not trace the function that the message names, such as `GradScaler.scale`.
 #
-# **The fix.** Compile only the model, or the function that computes the loss, including autocast. Call the
-# function that the message names, and all methods of the scaler, outside the compiled function.
+# **The fix.** Compile only the model, or a function that computes the loss, including autocast. Call the function that
+# the message names outside the compiled function. Also call all methods of the scaler there.
 
 # %%
 loss_of = torch.compile(lambda h: h.sum(), backend="aot_eager", fullgraph=True)
@@ -191,11 +190,11 @@ for dtype in (torch.bfloat16, torch.float16):
     assert outcome in ("runs", message)
 
 # %% [markdown]
-# **Why.** For an LSTM on an fp32 tensor, torch can choose the kernel of the library oneDNN. Then autocast casts
-# the tensors to 16 bits, but oneDNN may have no 16-bit LSTM for your CPU. <!-- tests/core/test_cpu.py -->
+# **Why.** For an LSTM on an fp32 tensor, torch can choose oneDNN's kernel. Then autocast casts the tensors to 16 bits,
+# but oneDNN may have no 16-bit LSTM for your CPU. <!-- tests/core/test_cpu.py -->
 #
-# **The fix.** Run the layer in fp32: open `torch.autocast("cpu", enabled=False)` around it, and cast its
-# input with `.float()`.
+# **The fix.** Run the layer in fp32: open `torch.autocast("cpu", enabled=False)` around it, and cast its inputs with
+# `.float()`.
 
 # %%
 for dtype in (torch.bfloat16, torch.float16):
@@ -251,14 +250,14 @@ assert all("mix of the legacy and new APIs" in message for message in messages)
 
 # %% [markdown]
 # **Why.** PyTorch has old names (`allow_tf32`) and new names (`fp32_precision`) for its [TF32
-# switches](19_choose_your_precision.ipynb#What-fp32-means). Setting a new name does not change the old name. If the
-# two names contradict each other, reading the old name raises an error. Calling
+# switches](19_choose_your_precision.ipynb#What-fp32-means). Setting a switch by its new name does not change its value
+# under the old name. If the two values contradict each other, reading the old name raises an error. Calling
 # `torch.set_float32_matmul_precision("high")` and then setting `allow_tf32 = False` can cause the error too. <!--
 # tests/notebooks/test_08h_compile_and_processes.py -->
 #
-# **The fix.** For matmuls, set TF32 only with `torch.set_float32_matmul_precision`, which changes the old and the new
-# name. For convolutions, use `torch.backends.cudnn.allow_tf32`. Do not set `fp32_precision` while any library reads
-# the old names. You can ignore the warning (`Please use the new API settings`).
+# **The fix.** For matmuls, set TF32 only with `torch.set_float32_matmul_precision`, which changes the value under both
+# names. For convolutions, use `torch.backends.cudnn.allow_tf32`. Do not set `fp32_precision` while any library reads
+# the old names. You can ignore the warning `Please use the new API settings`.
 
 # %%
 for mode, new_name, is_tf32 in (("high", "tf32", True), ("highest", "ieee", False)):
@@ -294,7 +293,7 @@ for mode, new_name, is_tf32 in (("high", "tf32", True), ("highest", "ieee", Fals
 # -->
 #
 # **What you see.** A `FutureWarning` says
-# `` `torch.cuda.amp.autocast(args...)` is deprecated. `` or the same about `GradScaler`, `custom_fwd` or
+# `` `torch.cuda.amp.autocast(args...)` is deprecated. ``, or the same about `GradScaler`, `custom_fwd` or
 # `custom_bwd`. If you change only the name, you can get an error such as
 # `missing 1 required positional argument: 'device_type'`.
 #
@@ -317,15 +316,16 @@ print(message_of(lambda: torch.amp.autocast(enabled=False)))
 print(message_of(lambda: torch.amp.custom_fwd(make)))
 
 # %% [markdown]
-# **Why.** The functions have moved to `torch.amp`, where the type of device is a new argument. The old names
-# still work in torch 2.15. <!-- tests/notebooks/test_13_from_apex.py -->
+# **Why.** The functions have moved to `torch.amp`, where the device type is a new argument. The old names still work
+# in torch 2.15. <!-- tests/notebooks/test_13_from_apex.py -->
 #
 # The first argument of the *old* `GradScaler` is the scale. If you pass a device there, an enabled scaler
 # later raises an error in `full()`. <!-- tests/notebooks/test_08h_compile_and_processes.py -->
 #
 # **The fix.** Write `torch.autocast("cuda", dtype=torch.float16)`, `torch.amp.GradScaler("cuda")` and
-# `@torch.amp.custom_fwd(device_type="cuda")`. For the CPU, replace `"cuda"` by `"cpu"`. `amp-lab migrate` can rewrite
-# the old names. If the warning comes from a library, update the library. <!-- tests/migrate/test_torch_amp.py -->
+# `@torch.amp.custom_fwd(device_type="cuda")`. For the CPU, write `torch.autocast("cpu", dtype=torch.bfloat16)` and
+# replace `"cuda"` with `"cpu"` in the other calls. `amp-lab migrate` can rewrite the old names. If the warning comes
+# from a library, update the library. <!-- tests/migrate/test_torch_amp.py -->
 
 # %%
 assert warnings_of(lambda: torch.autocast("cuda", dtype=torch.float16, enabled=False)) == ""
@@ -333,7 +333,7 @@ assert warnings_of(lambda: torch.amp.GradScaler("cuda", enabled=False)) == ""
 assert warnings_of(lambda: torch.amp.custom_fwd(make, device_type="cuda")) == ""
 
 # %% [markdown]
-# Always pass `dtype`: inside another autocast block, the new autocast takes by default [the dtype of that
+# Always pass `dtype`. Inside another autocast block, `torch.autocast` by default uses [the dtype of that
 # block](13_from_apex.ipynb#From-torch.cuda.amp-to-torch.amp).
 
 # %% [markdown]
@@ -396,8 +396,8 @@ assert "Expected to have finished reduction in the prior iteration" in unused
 # %% [markdown]
 # **Why.** DDP averages a group of gradients [when all of them are
 # ready](https://docs.pytorch.org/docs/stable/notes/ddp.html). By default, if a trained parameter gets no
-# gradient in `backward`, its group is never ready, so the next step raises an error. With `static_graph=True`,
-# the same parameters must get a gradient in each step.
+# gradient in `backward`, its group is never ready, so the next training step can raise an error. With
+# `static_graph=True`, the same parameters must get a gradient in each step.
 #
 # **The fix.** Remove the layers that the loss does not use, or freeze them before you create the DDP model.
 # If the unused layers change from step to step, pass `find_unused_parameters=True` instead of
@@ -463,10 +463,11 @@ assert old.startswith("Must flatten tensors with uniform dtype but got")
 # FSDP2 in [older versions of torch](https://github.com/pytorch/pytorch/pull/154103), need this dtype for the
 # frozen parameters of the unit too.
 #
-# **The fix.** Before you wrap the model, cast the trained weights to fp32 (or all weights, if frozen ones count too).
-# Let FSDP cast the weights for the computation, as with `MixedPrecisionPolicy(param_dtype=torch.bfloat16)`. Or first
-# wrap each module that has another dtype as a separate unit. With QLoRA, set
-# [`bnb_4bit_quant_storage`](https://huggingface.co/docs/bitsandbytes/fsdp_qlora) to the dtype of the other weights.
+# **The fix.** Before you wrap the model, cast the trained weights to fp32. In FSDP1 and in old versions of torch, cast
+# the frozen weights too. Let FSDP cast the weights for the computation, as with
+# `MixedPrecisionPolicy(param_dtype=torch.bfloat16)`. Or first wrap each module with another dtype as a separate unit.
+# With QLoRA, set [`bnb_4bit_quant_storage`](https://huggingface.co/docs/bitsandbytes/fsdp_qlora) to the dtype of the
+# other weights.
 
 # %%
 with group_of_one():
@@ -512,9 +513,8 @@ unscaled = scales.mean() / scales  # DDP averages, and each rank divides by its 
 assert unscaled.tolist() == [1.5, 0.75]
 
 # %% [markdown]
-# **Why.** DDP averages the *scaled* gradients, and each rank divides the average by the scale of its own
-# `GradScaler`. If the scales differ, [the ranks can train different
-# models](https://github.com/pytorch/pytorch/issues/136009).
+# **Why.** DDP averages the *scaled* gradients, and each rank divides the average by the scale of its `GradScaler`. If
+# the scales differ, [the ranks can train different models](https://github.com/pytorch/pytorch/issues/136009).
 #
 # Scales can differ if only one rank loads the state of its scaler, or if the ranks run [different numbers of
 # steps](https://github.com/pytorch/pytorch/issues/90057).
