@@ -56,18 +56,17 @@ for row in result.rows:
 assert [row.dtype for row in result.rows] == [torch.float16, torch.float32, torch.float32]
 
 # %% [markdown]
-# The linear layer (`addmm`) runs in fp16, the norm and the softmax in fp32. `xray` found these dtypes without
+# The linear layer (`addmm`) runs in fp16. The norm and the softmax run in fp32. `xray` found these dtypes without
 # computing a value. <!-- tests/tracing/test_xray.py -->
 #
 # ## A short tracer
 #
-# A tracer like `xray` rests on two ideas.
+# A tracer like `xray` uses two ideas.
 #
 # **See each op.** PyTorch's
-# [dispatcher](https://docs.pytorch.org/devlogs/dispatcher/2026-04-16-how-does-the-dispatcher-work/) sends
-# each op first to autocast and later to a kernel. While a `TorchDispatchMode` is active, PyTorch calls its
-# `__torch_dispatch__` for each op right before the kernel. So the mode also sees autocast's casts, as ops named
-# `_to_copy`.
+# [dispatcher](https://docs.pytorch.org/devlogs/dispatcher/2026-04-16-how-does-the-dispatcher-work/) sends an op to
+# autocast before it calls a kernel. While a `TorchDispatchMode` is active, PyTorch calls its `__torch_dispatch__`
+# after autocast, in place of the kernel. So our mode can also record autocast's casts, as ops named `_to_copy`.
 # <!-- tests/notebooks/test_09_xray_your_model.py -->
 
 # %%
@@ -96,12 +95,12 @@ class Tracer(TorchDispatchMode):
 
 
 # %% [markdown]
-# **Pretend to have the device.** Autocast does not look at values. It looks at the op, its dtypes and options, and
-# the type of the device. A [*fake
-# tensor*](https://docs.pytorch.org/docs/stable/user_guide/torch_compiler/torch.compiler_fake_tensor.html)
-# has a dtype and a device, but no data. So the device need not exist. We cannot use `torch.autocast("cuda")`, which
-# [checks](https://github.com/pytorch/pytorch/blob/main/torch/amp/autocast_mode.py) for CUDA. So `rules_of` sets
-# autocast's state directly.
+# **Pretend to have the device.** Autocast does not look at values. It looks at the op, the op's dtypes and options,
+# and the device type. A [*fake
+# tensor*](https://docs.pytorch.org/docs/stable/user_guide/torch_compiler/torch.compiler_fake_tensor.html) has a dtype
+# and a device, but no data. So the device need not exist. Without CUDA, `torch.autocast("cuda")` [disables
+# autocast](https://github.com/pytorch/pytorch/blob/main/torch/amp/autocast_mode.py), so `rules_of` sets autocast's
+# state directly.
 
 
 # %%
@@ -155,7 +154,7 @@ assert fake_rows[-1] == ("native_layer_norm", ("fp32",) * 3, ("fp32",))
 # Each row is one op. The convolution needs three casts, for its input, weight and bias. The linear layer needs
 # two, because its input is already fp16. The norm runs in fp32, so only its fp16 input needs a cast.
 #
-# On the CPU, we check that a real run shows the same rows:
+# We check that a trace under the CPU's rules has the same rows as a real run on the CPU:
 
 # %%
 images = torch.rand(2, 3, 8, 8)
@@ -172,7 +171,7 @@ assert tracer.rows == trace_on("cpu", net, images.shape)
 xray(net, images, device_type="cuda")
 
 # %% [markdown]
-# The table has a line for each module that computes: <!-- tests/tracing/test_xray_result.py -->
+# This table has a line for each module that computes: <!-- tests/tracing/test_xray_result.py -->
 #
 # - `work` is the module's share of the arithmetic in matmuls and convolutions.
 # - `work in` is the dtype of these matmuls and convolutions.
@@ -185,7 +184,7 @@ xray(net, images, device_type="cuda")
 #
 # Do CUDA, MPS and the CPU run a model in the same dtypes? We compare a ResNet-50, a GPT and an LSTM. We
 # build the models on the [`meta` device](https://docs.pytorch.org/docs/stable/meta.html), where tensors have no data,
-# so the models take no memory.
+# so the weights take no memory.
 
 
 # %%
@@ -314,9 +313,8 @@ for backend in BACKENDS:
 #
 # 1. `F.cross_entropy` calls `log_softmax` [with `dtype=` set to the dtype of the
 #    logits](https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/native/LossNLL.cpp), here fp16.
-# 2. Autocast runs `log_softmax` in fp32 only [if the call does not set
-#    `dtype=`](https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/autocast_mode.h). This call does, so the
-#    result is rounded to fp16.
+# 2. This `dtype=` [overrides](https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/autocast_mode.h) autocast's
+#    rule for `log_softmax`, so the result is rounded to fp16.
 # 3. Autocast casts the rounded values to fp32 for `nll_loss`. So the loss is fp32, although the
 #    `log_softmax` was rounded to fp16.
 #
@@ -326,9 +324,12 @@ for backend in BACKENDS:
 #
 # ## Will it fit?
 #
-# Fake tensors also show how much memory a training step takes. The main parts are the weights, the gradients, the
-# optimizer state, the activations saved for the backward pass, and autocast's copies of the weights.
+# With fake tensors, we can also forecast how much memory a training step takes. The main parts are:
 # <!-- tests/tracing/test_memory.py -->
+#
+# - the weights, the gradients and the optimizer state;
+# - the activations saved for the backward pass;
+# - autocast's copies of the weights.
 #
 # We forecast the memory for a ResNet-50 with a batch of 32 on a GPU with 24 GiB. Which of these parts does AMP
 # make smaller?
@@ -339,12 +340,12 @@ memory = compare_memory(resnet50, (32, 3, 224, 224), memory_bytes="24GiB", optim
 memory
 
 # %% [markdown]
-# Here, AMP makes the activations about half as large. Weights, gradients and optimizer state keep their size, and
-# AMP adds copies of the weights (*weights cast by autocast*). The activations take most of the memory, so almost
-# twice the batch fits.
+# Here, AMP makes the activations about half as large. Weights, gradients and optimizer state keep their size. AMP adds
+# copies of the weights (*weights cast by autocast*). The activations take most of the memory, so almost twice the
+# batch fits.
 #
-# The driver needs memory too. `compare_memory` leaves no room for the driver, unless you pass, for example,
-# `reserve=0.1`. The command `amp-lab memory` (see below) reserves 10 % by default.
+# The driver needs memory too. To leave room for the driver, pass for example `reserve=0.1` to `compare_memory`. The
+# command `amp-lab memory` (see below) reserves 10 % by default.
 # <!-- tests/cli/test_tracing_commands.py -->
 
 # %%
@@ -385,7 +386,7 @@ assert amp_lab_command(command.split()) == 0
 # - Under autocast on MPS, `batch_norm` runs in fp32, and so does an LSTM layer with an fp32 input.
 # - In eager mode under autocast on CUDA, XPU and MPS, `F.cross_entropy` of class indices rounds the `log_softmax`
 #   of fp16 logits to fp16. Pass `logits.float()`.
-# - In our forecast, AMP makes the activations smaller, but not weights, gradients and optimizer state.
+# - In our forecast, AMP makes the activations smaller. Weights, gradients and optimizer state keep their size.
 #
 # To compare two runs of a model op by op, see [Where do two runs
 # diverge?](../docs/your_model.md#where-do-two-runs-diverge) Next, [notebook 10](10_speed_ladder.ipynb) makes a step

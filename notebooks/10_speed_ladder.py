@@ -64,8 +64,8 @@ for name, operations, numbers in (
 # The plain step runs in FP32. The rungs use the 16-bit precision that `amp-lab doctor` recommends for
 # this device. If it recommends none, they use bf16. <!-- tests/core/test_device.py -->
 #
-# On Linux with glibc, `keep_memory()` reuses the memory of freed CPU tensors. Otherwise, [fp32 can look too
-# slow](../docs/hardware.md#memory-allocation-can-make-fp32-look-slow).
+# On Linux with glibc, `keep_memory()` makes glibc reuse the memory of freed CPU tensors. Without this setting, [fp32
+# can look too slow](../docs/hardware.md#memory-allocation-can-make-fp32-look-slow).
 
 # %% tags=["nbval-ignore-output"]
 config = {
@@ -103,8 +103,8 @@ assert not limits.trusted or limits.memory_bytes_per_s > 1e8  # a disk is faster
 # convolution multiplies a vector by a matrix of weights. This takes 2 FLOPs for each weight: one
 # multiplication and one addition.
 #
-# In the backward pass, each convolution has two matmuls of the same size: one for the gradient of the weights,
-# and one for the gradient of the input. The first convolution needs no gradient of its input.
+# In the backward pass, a convolution has two matmuls of the same size: one for the gradient of the weights, and one
+# for the gradient of the input. The first convolution has only one, because its input needs no gradient.
 
 # %% tags=["nbval-ignore-output"]
 inputs, target = quantized_sine(config["size"], device)  # (1, 2, H, W), (1, 1, H, W)
@@ -181,8 +181,8 @@ assert add("plain", Precision.FP32, plain_step(inputs, target)) == 0
 assert losses["plain"][-1] < losses["plain"][0]  # it learns
 
 # %% [markdown]
-# **Rung 1: AMP.** We run the forward pass under autocast and, in fp16, use a gradient scaler. Each later
-# rung keeps the changes before it.
+# **Rung 1: AMP.** We run the forward pass under autocast and, in fp16, use a gradient scaler. Each later rung keeps
+# the changes of the earlier rungs.
 
 
 # %%
@@ -238,8 +238,7 @@ assert add("fused Adam, no waiting", low, step) > 0
 
 # %% [markdown]
 # **Rung 4: torch.compile.** The compiler [merges elementwise
-# ops](https://docs.pytorch.org/docs/stable/torch.compiler_get_started.html) into a few kernels, so less
-# data moves.
+# ops](https://docs.pytorch.org/docs/stable/torch.compiler_get_started.html) into fewer kernels, so less data moves.
 
 # %% tags=["nbval-ignore-output"]
 model, optimizer = new_fused_model()
@@ -276,8 +275,8 @@ for remark in climbed.remarks():
 assert list(climbed.samples_s) == list(rungs)  # every rung was timed
 
 # %% [markdown]
-# Each line shows the time of a step, the limit as a percentage of this time (`of peak`), and the speed-up
-# over the plain step with its interval.
+# Each line shows the time of a step and the limit as a percentage of this time (`of peak`). The last column is the
+# speed-up over the plain step, with its interval.
 
 # %% tags=["nbval-ignore-output"]
 _ = figures.speed_ladder({f"ConvModel, {config['size']}x{config['size']} pixels": bars})
@@ -387,19 +386,18 @@ for size in config["sizes"]:
 _ = figures.speedup_over_size(config["sizes"], {str(low): by_size})
 
 # %% [markdown]
-# On the CPU of this run, AMP gains more with a larger picture. AMP pays from the smallest size whose interval lies
-# above 1, if those of all larger sizes do too.
+# On the CPU of this run, AMP gains more with a larger picture. AMP pays from a size on if the intervals of this size
+# and of all larger sizes lie above 1.
 #
 # ## Summary
 #
-# - The limit of a step is the FLOPs of its matmuls divided by the measured peak rate. A step takes longer than its
+# - The limit of a step is the FLOPs of its matmuls divided by the measured peak rate. Our steps took longer than their
 #   limit. One reason is that ops such as ReLU wait for their data.
-# - Channels last, a fused optimizer, not reading the loss and `torch.compile` take a line or two each.
-#   Time them on your device.
+# - Each of the rungs 2 to 4 takes only a few lines of code. Time each rung on your device.
 # - [AMP can make a step slower](#Where-AMP-loses) if the step has many small ops, or if the hardware emulates the
 #   precision.
 #
-# Next, [notebook 11](11_scale_out.ipynb) takes training to several devices.
+# Next, [notebook 11](11_scale_out.ipynb) shows how to train on several devices.
 #
 # ## Exercises
 #
@@ -440,8 +438,8 @@ exercises.check_layer_flops(layer_flops)
 #
 # ### 2. Compute the least time
 #
-# A step computes `flops` FLOPs and moves `nbytes` bytes. Its device can compute and move data at the same
-# time. Complete the function: how many milliseconds does the step take at least?
+# A step computes `flops` FLOPs and moves `nbytes` bytes. The device can compute and move data at the same time.
+# Complete the function: how many milliseconds does the step take at least?
 
 
 # %%

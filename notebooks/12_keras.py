@@ -25,7 +25,7 @@
 
 # %% [markdown]
 # Select the Keras backend [before you import
-# Keras](https://keras.io/getting_started/#configuring-your-backend). We take torch:
+# Keras](https://keras.io/getting_started/#configuring-your-backend). By default, we use torch:
 
 # %% tags=["nbval-ignore-output"]
 import os
@@ -139,7 +139,7 @@ assert ops.all(ops.isinf(Energy()(far)))
 assert ops.all(ops.isfinite(Energy(dtype="float32")(far)))
 
 # %% [markdown]
-# `Energy` needs `dtype="float32"`: in float16, its sums are infinite.
+# For these inputs, `Energy` needs `dtype="float32"`: in float16, its sums are infinite.
 #
 # ## Keep the last layer in float32
 #
@@ -166,8 +166,8 @@ assert off["right"] < 1 / 1000
 assert off["wrong"] > 1.8
 
 # %% [markdown]
-# With the float16 sigmoid, both losses are wrong. So create the last layer without an activation, and use a loss
-# with `from_logits=True`. Create this layer in float32, so that the logits are not rounded to 16 bits.
+# With the float16 sigmoid, both losses are wrong. So create the last layer without an activation, and use a loss with
+# `from_logits=True`. Create this layer in float32, so that the logits are not rounded to 16 bits.
 #
 # ## When compile adds a loss scale
 #
@@ -358,14 +358,14 @@ for kind, rate in ((keras.optimizers.SGD, 1.0), (keras.optimizers.Adam, 0.1)):
     assert abs(ratio / 2.0**15 - 1) < 0.01 if kind is keras.optimizers.SGD else 1 < ratio < 2
 
 # %% [markdown]
-# With SGD, the step without scaling is 2¹⁵ times too short. Adam divides by the size of the gradient plus a small
-# epsilon. Divided by the scale, our gradient is so small that epsilon counts, so the step is 0.08 instead of 0.1. For
-# a smaller gradient it is much shorter.
+# With SGD, the step without scaling is 2¹⁵ times too short. In its first step, Adam divides the gradient by its
+# magnitude plus a small epsilon. Our gradient divided by the scale is so small that epsilon matters: the step is 0.08
+# instead of 0.1. For a smaller gradient, the step is much shorter.
 # <!-- tests/notebooks/test_12_keras.py -->
 #
 # ## The names of TensorFlow 2.x (optional)
 #
-# If you have code for TensorFlow 2.x, replace [its
+# If you have code for Keras 2 in TensorFlow 2.x, replace [its
 # names](https://www.tensorflow.org/versions/r2.5/api_docs/python/tf/keras/mixed_precision/LossScaleOptimizer):
 #
 # | TensorFlow 2.x | Keras 3 |
@@ -450,7 +450,7 @@ exercises.check_step_length(step_length)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# `apply` does not know that you have already divided the gradient.
+# `apply` divides the gradient by the scale once more.
 #
 # </details>
 #
@@ -464,8 +464,8 @@ exercises.check_step_length(step_length)
 #
 # ### 3. A safe last layer
 #
-# Complete `last_layer`. It returns a layer for ten classes that is safe under any global policy. The
-# loss uses `from_logits=True`.
+# Complete `last_layer`. It must return a layer for ten classes that is safe under any global policy. The loss uses
+# `from_logits=True`.
 
 
 # %%
@@ -508,7 +508,7 @@ exercises.check_compiled(compile_scaled)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# Wrap the optimizer before `compile` gets it.
+# Wrap the optimizer before you pass it to `compile`.
 #
 # </details>
 #

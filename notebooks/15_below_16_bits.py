@@ -56,7 +56,7 @@ assert (scaled / gradient - 1).abs().max() < 2**-4
 
 # %% [markdown]
 # Without a scale, all three values become zero, because they are smaller than half of 0.002, the smallest positive
-# number of E4M3. With a scale, all three survive, with an error of at most a sixteenth.
+# number of E4M3. With a scale, no value becomes zero, and the error is at most a sixteenth.
 #
 # ## Formats of a single value
 #
@@ -85,10 +85,9 @@ assert halves[halves >= 0].tolist() == [0, 0.5, 1, 1.5, 2, 3, 4, 6]
 #
 # In the first cell, the largest magnitude of the tensor determined the scale. If one value is much larger than the
 # others, small values that share its scale may become zero. So it matters which values share a scale: a whole tensor,
-# a row, or a
-# *block* (neighbours in a row). *MX* (microscaling) is an [open
-# standard](https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf), NVFP4 is
-# [NVIDIA's](https://arxiv.org/abs/2509.25149):
+# a row, or a *block* (neighbours in a row). *MX* (microscaling) is an [open
+# standard](https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf). NVFP4 is [NVIDIA's
+# format](https://arxiv.org/abs/2509.25149):
 #
 # | format | element | values that share a scale | number format of the scale |
 # |---|---|---|---|
@@ -99,9 +98,9 @@ assert halves[halves >= 0].tolist() == [0, 0.5, 1, 1.5, 2, 3, 4, 6]
 # | `mxfp4` | E2M1 | 32 neighbours in a row | E8M0: eight bits, a power of two |
 # | `nvfp4` | E2M1 | 16 neighbours in a row | E4M3, and one more scale in fp32 for the whole tensor |
 #
-# `quantize` rounds a tensor to such a format, undoes the scaling, and returns the result in fp32. We
-# measure the error as the *signal to quantisation noise ratio* (SQNR): an error as large as the values is 0 dB,
-# an error of 10 % is 20 dB, and an error of 1 % is 40 dB.
+# `quantize` rounds a tensor to such a format and undoes the scaling. The result is in fp32. We measure the error as
+# the *signal to quantisation noise ratio* (SQNR): an error as large as the values is 0 dB, an error of 10 % is 20 dB,
+# and an error of 1 % is 40 dB.
 # <!-- tests/formats/test_scaling.py -->
 #
 # We round two tensors. In the second tensor, one column (an *outlier channel*) is a million times as large as the
@@ -128,8 +127,8 @@ errors = {
 _ = figures.sqnr_by_format(errors)
 
 # %% [markdown]
-# The figure shows the SQNR of all values except the outliers. Without an outlier, the SQNR depends on the format of
-# the elements: it is 31 to 32 dB in E4M3 (an error of 3 %), and 19 to 20 dB in E2M1 (about 10 %).
+# The figure shows the SQNR of all values except the outliers. Without an outlier, the SQNR depends mostly on the
+# format of the elements: it is about 32 dB in E4M3 (an error of 3 %), and 19 to 20 dB in E2M1 (about 10 %).
 #
 # With the outlier channel, each row has one outlier. The outlier ruins the values that share its scale:
 #
@@ -168,8 +167,8 @@ assert all(at_100[name] > 29 for name in NAMES[:4])
 assert at_100["mxfp4"] < at_100["nvfp4"] < alone["nvfp4"] - 5
 
 # %% [markdown]
-# FP8 loses almost nothing, because the range of E4M3 covers the outlier and the rest. In the four-bit
-# formats, most values in the block of the outlier become zero. <!-- tests/formats/test_scaling.py -->
+# FP8 loses almost nothing, because the range of E4M3 covers the outlier and the rest. In the four-bit formats, most
+# values in the blocks with an outlier become zero. <!-- tests/formats/test_scaling.py -->
 #
 # ## Train with rounded matmuls
 #
@@ -181,9 +180,9 @@ assert at_100["mxfp4"] < at_100["nvfp4"] < alone["nvfp4"] - 5
 # | *dgrad*, the gradient of `x` | `grad @ weight` | (rows, out) @ (out, in) | out |
 # | *wgrad*, the gradient of `weight` | `grad.T @ x` | (out, rows) @ (rows, in) | rows |
 #
-# The scale of a block multiplies a part of a sum, so a block has to lie along the dimension that its matmul sums over.
-# But each tensor is in two matmuls. For example, the forward matmul sums over *in*, and dgrad sums over *out*. So we
-# round `weight` twice: in blocks along *in* for the forward matmul, and in blocks along *out* for dgrad.
+# The scale of a block multiplies a part of a sum, so our blocks lie along the dimension that the matmul sums over. But
+# each tensor is in two matmuls. For example, the forward matmul sums over *in*, and dgrad sums over *out*. So we round
+# `weight` twice: in blocks along *in* for the forward matmul, and in blocks along *out* for dgrad.
 #
 # Everything else is in fp32, such as the sums and the weights that the optimizer updates.
 
@@ -224,7 +223,7 @@ def round_matmuls(model, form):
 
 
 # %% [markdown]
-# The model is a [GPT](17_language_model.ipynb#A-small-GPT) of two blocks. It predicts the next character of the
+# The model is a [GPT](17_language_model.ipynb#A-small-GPT) of two blocks. The model predicts the next character in the
 # source code of Python's `argparse`. <!-- code -->
 
 
@@ -241,7 +240,7 @@ def new_gpt():
 
 
 # %% [markdown]
-# With the same seed, two trainings start from the same weights and draw the same batches:
+# With the same seed, two training runs start from the same weights and draw the same batches:
 
 
 # %%
@@ -266,7 +265,7 @@ def train(form, seed, steps):
 
 # %% [markdown]
 # We train in fp32, in E4M3 without a scale, and in four formats with scales, with three seeds each.
-# Which formats will learn as well as fp32?
+# In which formats will the model learn as well as in fp32?
 
 # %% tags=["nbval-ignore-output"]
 no_scale = Format("fp8, no scale", ELEMENTS["e4m3"], (0, 0), scale="none")
@@ -286,8 +285,8 @@ _ = figures.loss_from_fp32(losses)
 # the mean over three seeds, and the vertical bars are the range. The grey band shows how much the fp32 loss itself
 # depends on the seed.
 #
-# Here, FP8 and MXFP8 learn as well as fp32. The four-bit formats learn slightly less. FP8 without a scale
-# learns much less:
+# Here, the model learns as well in FP8 and MXFP8 as in fp32. In the four-bit formats, it learns slightly less. In FP8
+# without a scale, it learns much less:
 
 # %%
 between_seeds = max(last["fp32"]) - min(last["fp32"])
@@ -298,8 +297,8 @@ for name in ("mxfp4", "nvfp4"):
     assert mean["fp32"] - max(between_seeds, 0.05) < mean[name] < mean["fp8, no scale"] - 0.1
 
 # %% [markdown]
-# **Do not start a large run in a format that learns much less in a short test.** A format that passes this test can
-# still [fail in a long training of a large model](https://arxiv.org/abs/2409.12517).
+# **Test a format in a short run before you start a large run.** A format that passes this test can still [fail in a
+# long training run of a large model](https://arxiv.org/abs/2409.12517).
 #
 # **Keep some layers in 16 bits**: [embeddings, the head and norms](https://arxiv.org/abs/2412.19437), and layers
 # whose error is large. `rehearse` finds such layers.
@@ -309,8 +308,8 @@ for name in ("mxfp4", "nvfp4"):
 # `rehearse` tests formats on your model. It runs a forward and a backward pass in fp32, and then tests each format:
 # first on the matmuls of each layer, then on the whole model. <!-- tests/formats/test_rehearsal.py -->
 #
-# We call `rehearse` on our GPT. First we make one feature of the second MLP an outlier: we multiply the weights that
-# compute it (in `up`) by a million, and divide the weights that read it (in `down`) by a million:
+# We call `rehearse` on our GPT. First we make one feature of the second MLP an outlier: we multiply its weights in
+# `up` by a million, and divide its weights in `down` by a million:
 # <!-- tests/formats/test_rehearsal.py -->
 
 # %% tags=["nbval-ignore-output"]
@@ -335,11 +334,11 @@ report
 # <!-- tests/formats/test_rehearsal.py -->
 #
 # - `blocks.1.up` and `blocks.1.down`: these two layers lose accuracy in all four formats because of the large feature.
-# - `token.weight`: the head, which shares this weight with the embedding. Its output size is not a [multiple of
+# - `token.weight`: this weight belongs to the head and the embedding. Here, its output size (88) is not a [multiple of
 #   16](08g_speed_and_memory.ipynb#A-size-is-not-a-multiple-of-16-or-8).
 #
 # The *error* rows show the errors of the whole model with all layers rounded except the starred ones. One accurate
-# step does not mean that the model learns. To test learning, run `amp-lab rehearse --steps 20`.
+# step does not mean that the model learns. To test learning, run `amp-lab rehearse` with `--steps 20`.
 # <!-- tests/cli/test_rehearse_command.py -->
 
 # %%
@@ -352,7 +351,7 @@ assert report.formats[1].gradients_off < 2**-4  # the largest rounding error of 
 # %% [markdown]
 # ## Train in FP8 on a GPU
 #
-# The report of `rehearse` ends with code that converts the model with torchao. First look [which GPU supports which
+# Our report ends with code that converts the model with torchao. First check [which GPU supports which
 # format](#Which-GPU-supports-which-format-(optional)). <!-- tests/formats/test_rehearsal.py -->
 # Compile the model as well: without `torch.compile`, FP8 can be [slower than 16
 # bits](https://github.com/pytorch/ao/issues/685). In [torchao's
@@ -384,7 +383,7 @@ assert off < 2**-8  # the rounding of the result to bf16
 # ## Sums in 14 bits (optional)
 #
 # Our simulation adds the products in fp32. A Hopper GPU adds FP8 products in [about 14
-# bits](https://arxiv.org/abs/2412.19437). PyTorch has two options, which `hopper_matmul` imitates:
+# bits](https://arxiv.org/abs/2412.19437). PyTorch has two options. `hopper_matmul` imitates both:
 # <!-- tests/formats/test_hopper_sums.py -->
 #
 # - `use_fast_accum=True`: the whole sum is in 14 bits.
@@ -405,9 +404,11 @@ for kind_of_values, (left, right) in (("both signs", rows), ("one sign", rows.ab
         assert share < 0.01 or (fast and kind_of_values == "one sign")
 
 # %% [markdown]
-# With one sign, the sum keeps growing, and each addition cuts off the bits that do not fit into 14 bits.
+# With one sign, the sum keeps growing. Each addition then cuts off the bits that do not fit into 14 bits.
 #
 # ## Which GPU supports which format (optional)
+#
+# The table shows which formats the matmul units support:
 #
 # | GPU (compute capability) | FP8 | MXFP8, MXFP4, NVFP4 |
 # |---|---|---|
@@ -422,7 +423,7 @@ for kind_of_values, (left, right) in (("both signs", rows), ("one sign", rows.ab
 # [CUTLASS](https://github.com/NVIDIA/cutlass/blob/main/media/docs/cpp/blackwell_functionality.md) for
 # MXFP4, and [AMD](https://rocm.docs.amd.com/en/latest/reference/precision-support.html).
 #
-# MI300 uses variants of E4M3 and E5M2 called *fnuz*. The same bits mean half as large a number in fnuz:
+# MI300 uses variants of E4M3 and E5M2 called *fnuz*. In fnuz, the same bits usually mean half as large a number:
 
 # %%
 bits = torch.tensor([0x38], dtype=torch.uint8)
@@ -433,9 +434,10 @@ assert (usual, fnuz, torch.finfo(torch.float8_e4m3fnuz).max) == (1.0, 0.5, 240)
 # %% [markdown]
 # ## Summary
 #
-# - The error of ordinary values depends mostly on the element. The scales determine which values an outlier damages.
-# - With outliers of 100 times the rest, one scale for the tensor was enough in FP8. In four bits, each outlier
-#   wiped out most values of its block.
+# - The error of ordinary values depends mostly on the format of the elements. The scales determine which values an
+#   outlier damages.
+# - With outliers 100 times as large as the rest, one scale for the tensor was enough in FP8. In four bits, most values
+#   in the blocks with an outlier became zero.
 # - Do not start a large run in a format that fails in a short test.
 #
 # ## Exercises
@@ -451,8 +453,8 @@ exercises = checks_of("15_below_16_bits")
 # %% [markdown]
 # ### 1. Count the bits
 #
-# A layer has 4096 x 4096 weights. How many MiB do they take in NVFP4, with the scales of its blocks?
-# Leave out the one scale of the tensor.
+# A layer has 4096 x 4096 weights. How many MiB do they take in NVFP4, with the scales of the blocks? Leave out the one
+# scale of the tensor.
 
 # %%
 mebibytes = ...
@@ -475,8 +477,8 @@ exercises.check_bits(mebibytes)
 #
 # ### 2. Find the factor
 #
-# Complete `factor_of`. It returns the factor that a tensor is multiplied by before it is rounded to E4M3,
-# so that its largest magnitude becomes 448. For a tensor of zeros, the factor must be finite.
+# Complete `factor_of`. It returns the factor by which `values` is multiplied before the rounding to E4M3, so that the
+# largest magnitude becomes 448. For a tensor of zeros, the factor must be finite.
 
 
 # %%
