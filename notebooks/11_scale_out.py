@@ -249,11 +249,11 @@ def train_fsdp(config, data, dtype, device, sums_in=torch.float32):
 # %% [markdown]
 # ## Try six set-ups
 #
-# Each set-up has three settings: <!-- code -->
+# Each set-up has three settings:
 #
 # - the engine: DDP or FSDP2;
 # - the dtype of the matmuls, set by autocast or by `param_dtype`;
-# - the dtype in which gradients are summed.
+# - the dtype in which gradients are summed. <!-- code -->
 #
 # `count_communication` computes how many bytes a rank sends if the ranks form a ring, in which each rank sends to the
 # next. In a ring, an all-reduce is a reduce-scatter followed by an all-gather. So a reduce-scatter or an all-gather
