@@ -405,8 +405,8 @@ assert decided[0]["DDP", "gradient"][1] == []
 #
 # ## On your own hardware
 #
-# [Several machines](../docs/several_machines.md) has the commands `amp-lab train` under torchrun and `amp-lab xray …
-# --parallel fsdp`. The second command lists the dtypes in which each parameter is stored, sent and used.
+# [Several machines](../docs/several_machines.md) has the commands `amp-lab train` under torchrun and
+# `amp-lab xray … --parallel fsdp`. The second command lists the dtypes in which each parameter is stored, sent and used.
 # <!-- tests/cli/test_tracing_commands.py -->
 #
 # A sharded model can be saved on four ranks and resumed on two, with
