@@ -20,8 +20,8 @@
 #
 # **What you need.** [Notebook 04](04_fp32_vs_amp.ipynb), for the AMP step. You need no GPU and no data set.
 #
-# The task comes from a tutorial, *Automatic mixed precision training using PyTorch*. The tutorial used a GPU
-# with 6 GiB. At batch 512, its training ran out of memory in FP32, but fitted with AMP.
+# The task comes from a tutorial, *Automatic mixed precision training using PyTorch*. We ask whether training with 512
+# images in a batch fits into a GPU with 6 GiB.
 
 # %% tags=["nbval-ignore-output"]
 import functools
@@ -194,7 +194,7 @@ for precision in precisions:
 #
 # ## Count the memory of a step
 #
-# Why did FP32 not fit at batch 512? We count bytes with a
+# How much memory does a step with 512 images need? We count bytes with a
 # [`TorchDispatchMode`](https://docs.pytorch.org/docs/stable/notes/extending.html). PyTorch calls this mode for
 # operations inside its `with` block, so the mode can inspect the tensors that they return. Our mode does two things:
 #

@@ -299,7 +299,7 @@ recomputed = problem.change(train_amp, torch.float16, make_model=Checkpointed)
 assert torch.equal(recomputed, problem.change(train_amp, torch.float16))
 
 # %% [markdown]
-# **Without `use_reentrant=False`** you get an older kind of checkpoint in torch 2.15. If the input of the
+# **Without `use_reentrant=False`** you get the older kind of checkpoint in torch 2.15. If the input of the
 # checkpointed part needs no gradient (such as a batch of data), this part does not learn. There may be no error.
 # <!-- tests/notebooks/test_07_training_recipes.py -->
 #
@@ -382,7 +382,7 @@ assert message == "Attempting to unscale FP16 gradients."
 #   every call, because other settings make PyTorch compile the model again ([notebook
 #   18](18_inference_and_export.ipynb#What-torch.compile-changes)).
 # - **Evaluate during training.** Evaluate in a separate autocast block. By default, the block of a training step
-#   keeps 16-bit copies of the weights, which are out of date after the optimizer step.
+#   caches 16-bit copies of the weights. These copies are out of date after the optimizer step.
 #
 # ## Summary
 #

@@ -63,8 +63,8 @@ assert failure.code == "AMP0018"
 #    `unscale_`?** If not, look at [the scaler](08c_scaler.ipynb).
 # 4. **Does the failure disappear in bf16?** If so, the range of fp16 is the likely cause: look at
 #    [values](08a_values.ipynb).
-# 5. **Does the loss scale stay above 1, with a skipped step now and then?** If the scale only falls,
-#    [check the loss](08b_learning.ipynb#The-loss-scale-falls-towards-0).
+# 5. **Does the loss scale stay above 1, with a skipped step now and then?** If the scale keeps falling, [check the
+#    loss](08b_learning.ipynb#The-loss-scale-falls-towards-0).
 #
 # ## All failures
 #

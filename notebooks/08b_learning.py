@@ -399,8 +399,8 @@ still, moved = first_step(torch.ones(2), [0.0, 1e-4])
 assert 0.998 < moved < still == 1
 
 # %% [markdown]
-# **Not this.** Do not set `eps=1e-4`. The NaN goes away, but small gradients then give tiny updates, which fp16 rounds
-# away: with a gradient of 1e-6, a weight of 1 does not change.
+# **Not this.** Do not set `eps=1e-4`. The NaN goes away, but fp16 then rounds away the tiny updates from small
+# gradients: with a gradient of 1e-6, a weight of 1 does not change.
 
 # %%
 assert first_step(torch.ones(1).half(), [1e-6], eps=1e-4) == [1.0]  # nothing is learned

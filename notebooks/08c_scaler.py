@@ -314,8 +314,8 @@ assert len(set(messages.values())) == 7
 # %% [markdown]
 # **Why.** An enabled scaler expects its methods in a fixed order. Between two calls of `update`, call `unscale_` and
 # `step` at most once for each optimizer, and `unscale_` before `step`. A call that comes too early can also raise an
-# error. After `unscale_` or `step`, you cannot pickle the scaler until you call `update`. `update` also fails if the
-# `step` of a fused optimizer found no gradients.
+# error. After `unscale_` or `step`, you cannot pickle the scaler until you call `update`. `update` can also fail if
+# the `step` of a fused optimizer found no gradients.
 # <!-- tests/notebooks/test_08c_scaler.py -->
 #
 # **The fix.** For [every optimizer step](https://docs.pytorch.org/docs/stable/notes/amp_examples.html), call
