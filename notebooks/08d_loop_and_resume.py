@@ -215,7 +215,7 @@ assert stuck[0] == stuck[1] == stuck[2]
 # outermost block ends. Inside one block around the loop, the optimizer changes the weights, but the
 # forward pass uses the old copies.
 #
-# The copies also become outdated if you load other weights, such as averages (EMA), inside a block.
+# The copies can also become outdated if you load other weights, such as averages (EMA), inside a block.
 #
 # **The fix.** Open one autocast block for each forward pass, not one around the loop. End the block before you step,
 # evaluate, or load other weights.
@@ -283,7 +283,7 @@ print(f"first step: {with_saved:.0e} with the saved Adam, {with_new:.0e} with a 
 assert with_new > 10 * with_saved
 
 # %% [markdown]
-# **Why.** Some of the run's state is missing from the checkpoint, or has wrong values.
+# **Why.** Some of the run's state was not saved or not loaded, or has wrong values.
 #
 # Missing state: <!-- tests/notebooks/test_08d_loop_and_resume.py -->
 # - Without the optimizer's state, the new Adam above moves the weight by the full learning rate in its first step.

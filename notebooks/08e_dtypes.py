@@ -217,8 +217,8 @@ for dtype in HALF:
     assert len(messages) == len(layers())
 
 # %% [markdown]
-# **Why.** The weights are in half precision, but the input is in fp32. Without autocast, these layers do not
-# convert their input.
+# **Why.** The weights are in half precision, but the input is in fp32. Without autocast, layers such as `nn.Linear` do
+# not convert their input.
 #
 # If the input is in half precision too, look for an fp32 tensor inside the model, such as a table of positions. If you
 # add it to a half-precision tensor, the sum is in fp32.
@@ -387,11 +387,11 @@ assert "expected scalar type Half but found Float" in message
 # does not cast. So an op in `backward` gets a 16-bit gradient and an fp32 tensor that `forward` saved. If you decorate
 # only `backward`, the message names `_fwd_used_autocast`.
 #
-# **The fix.** Decorate `forward` with `torch.amp.custom_fwd(device_type="cuda")` and `backward` with
-# `torch.amp.custom_bwd(device_type="cuda")`. For a kernel whose inputs autocast does not cast, such as one in
-# Triton, pass `cast_inputs=torch.float32` to `custom_fwd`, and let `forward` [return
-# fp32](02_autocast_dtypes.ipynb#Your-own-autograd-functions). If `custom_bwd` uses fp16 under bf16 autocast,
-# update torch ([fixed in 2022](https://github.com/pytorch/pytorch/pull/88029)).
+# **The fix.** On CUDA, decorate `forward` with `torch.amp.custom_fwd(device_type="cuda")` and `backward` with
+# `torch.amp.custom_bwd(device_type="cuda")`. For a kernel whose inputs autocast does not cast, such as one in Triton,
+# pass `cast_inputs=torch.float32` to `custom_fwd`, and let `forward` [return
+# fp32](02_autocast_dtypes.ipynb#Your-own-autograd-functions). If `custom_bwd` uses fp16 under bf16 autocast, update
+# torch ([fixed in 2022](https://github.com/pytorch/pytorch/pull/88029)).
 
 
 # %%

@@ -59,8 +59,8 @@ device, scale = start()  # AMP_LAB_DEVICE and AMP_LAB_SCALE override the choice
 # -->
 #
 # **What you see.** Under autocast on CUDA or XPU, the loss raises
-# `torch.nn.functional.binary_cross_entropy and torch.nn.BCELoss are unsafe to autocast.` Under autocast on a CPU
-# or on MPS, the same line runs. <!-- tests/notebooks/test_08f_ops_and_devices.py -->
+# `torch.nn.functional.binary_cross_entropy and torch.nn.BCELoss are unsafe to autocast.` Under autocast on a CPU or on
+# MPS, the loss raises no error. <!-- tests/notebooks/test_08f_ops_and_devices.py -->
 #
 # **A small example.** `cuda_rules` runs CUDA's autocast on fake tensors, which have no data and
 # need no GPU.
@@ -157,8 +157,8 @@ with cuda_rules():
 # device](https://docs.pytorch.org/docs/stable/amp.html#autocast-op-reference), but not for this op.
 #
 # **The fix.** Call `.float()` on the input of the op. If the op is still refused under autocast, also run it inside
-# `with torch.autocast(device_type, enabled=False):`. Autocast probably casts the inputs of a matmul in this op to 16
-# bits again, as in `torch.sparse.mm`. If the op initializes weights, create the model in fp32 and then cast the model.
+# `with torch.autocast(device_type, enabled=False):`. Autocast probably casts the inputs to 16 bits again, as it does
+# for `torch.sparse.mm`. If the op initializes weights, create the model in fp32 and then cast the model.
 
 # %%
 for op in (torch.linalg.det, torch.linalg.inv):
@@ -394,15 +394,15 @@ if torch.cuda.is_available():
 # does not cast the inputs of an FFT. cuFFT, NVIDIA's FFT library, has fp16 kernels only for sizes that are powers of
 # two. PyTorch has no 16-bit FFT kernels for a CPU. <!-- tests/notebooks/test_08f_ops_and_devices.py -->
 #
-# `torch.stft` calls the same kernels. On CUDA, an fp16 FFT returns the dtype `ComplexHalf`, for which CUDA
-# has no matmul. <!-- tests/tracing/test_kernel_limits.py -->
+# `torch.stft` calls the same kernels. On CUDA, `torch.fft.rfft` in fp16 returns the dtype `ComplexHalf`. PyTorch has
+# no CUDA matmul for this dtype. <!-- tests/tracing/test_kernel_limits.py -->
 #
 # **The fix.** Run the transform inside `with torch.autocast(device_type, enabled=False):`, and call `.float()` on its
 # input. Keep the next ops on the spectrum in this block too, such as matmuls and a logarithm. Then cast the result to
 # the dtype of the next layer.
 #
-# After `model.half()`, which also casts buffers such as a window, call `.float()` on the module that computes
-# the spectrogram. <!-- tests/notebooks/test_08f_ops_and_devices.py -->
+# `model.half()` also casts buffers such as a window. Then call `.float()` on the module that computes the spectrogram.
+# <!-- tests/notebooks/test_08f_ops_and_devices.py -->
 
 
 # %%
@@ -446,9 +446,9 @@ if torch.backends.mps.is_available():
     assert "the MPS framework doesn't support float64" in message_of(lambda: weights.to("mps"))
 
 # %% [markdown]
-# **Why.** Apple's GPUs and Intel's Arc A do not support float64. NumPy's floating-point arrays are float64 by
-# default. `GradScaler.unscale_` also creates a float64 tensor. On MPS, only older versions of torch do so
-# ([issue 142397](https://github.com/pytorch/pytorch/issues/142397)).
+# **Why.** Apple's GPUs and Intel's Arc A GPUs do not support float64. NumPy's floating-point arrays are float64 by
+# default. `GradScaler.unscale_` also creates a float64 tensor. On MPS, only older versions of torch do so ([issue
+# 142397](https://github.com/pytorch/pytorch/issues/142397)).
 #
 # **The fix.** Convert the tensor to fp32 before you move it: `torch.from_numpy(array).float().to("mps")`. In the
 # model, replace `.double()` with `.float()`, and `torch.float64` with `torch.float32`. If `GradScaler` fails on MPS,
@@ -564,8 +564,8 @@ print(message_of(lambda: xray(FlashOnly(), tokens, dtype=torch.float32)).split("
 # flash attention and cuDNN kernels need an Ampere GPU or newer, and support only fp16 and bf16. If training works,
 # the cause is often a call outside autocast, with fp32 inputs, for example in the evaluation.
 #
-# **The fix.** If q, k and v are in fp32, run the call under autocast, or cast them to a 16-bit dtype. On NVIDIA GPUs,
-# bf16 needs Ampere or newer. If you need fp32 or have an older GPU, also allow `SDPBackend.EFFICIENT_ATTENTION`. If no
+# **The fix.** If q, k and v are in fp32, run the call under autocast, or cast them to a 16-bit dtype. On NVIDIA GPUs
+# before Ampere, use fp16. If you need fp32 or have an older GPU, also allow `SDPBackend.EFFICIENT_ATTENTION`. If no
 # other kernel supports your call, allow `SDPBackend.MATH`. <!-- tests/tracing/test_kernel_limits.py -->
 #
 # With `dtype=torch.bfloat16`, X-ray checks the model under autocast. Now the model runs without an error:

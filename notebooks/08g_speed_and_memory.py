@@ -421,7 +421,7 @@ print(message_of(lambda: torch._scaled_grouped_mm(fp8(32, 100), fp8(64, 100).T, 
 # **The fix.** Pad the vocabulary to a multiple of 64. Pad the tokens in the collate function, and drop an incomplete
 # last batch with `drop_last=True`. Or keep the layer in bf16. If
 # [vLLM](https://github.com/vllm-project/vllm/issues/42384) or
-# [SGLang](https://github.com/sgl-project/sglang/issues/3345) refuses the sizes of an FP8 checkpoint, use a smaller
+# [SGLang](https://github.com/sgl-project/sglang/issues/3345) refuses the sizes of an FP8 checkpoint, try a smaller
 # tensor-parallel size.
 #
 # If you pad the vocabulary, leave out the logits of the padding when you choose a token.
@@ -489,14 +489,14 @@ assert torch.cuda.OutOfMemoryError is torch.OutOfMemoryError
 # - **After many steps, or in evaluation**: [memory grows](#Memory-grows-with-each-step-or-in-evaluation).
 # - **Only after resuming**: the loaded checkpoint is also on the GPU. <!--
 #   tests/notebooks/test_08g_speed_and_memory.py -->
-# - **With much memory "reserved but unallocated"**: the memory is fragmented. Set
+# - **With much memory "reserved but unallocated"**: the memory may be fragmented. Set
 #   [`PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`](../docs/memory_in_practice.md#pytorch_cuda_alloc_conf-or-pytorch_alloc_conf).
 #
-# **The fix.** Use a smaller batch and accumulate gradients: divide each loss by the number of batches in a
-# step. Or use gradient checkpointing. If a batch of one does not fit, use LoRA or sharding. Load
+# **The fix.** Use smaller batches of equal size and accumulate gradients: divide each mean loss by the number of
+# batches in a step. Or use gradient checkpointing. If a batch of one does not fit, use LoRA or sharding. Load
 # checkpoints with `map_location="cpu"`. `amp-lab memory my_model.py:MODEL --input 8,3,224,224 --memory 24GiB`
-# forecasts the largest batch. <!-- tests/tracing/test_largest_batch.py --> <!--
-# tests/remedies/test_memory_remedies.py -->
+# forecasts the largest batch. <!-- tests/tracing/test_largest_batch.py --> <!-- tests/remedies/test_memory_remedies.py
+# -->
 #
 # **Not this.** `torch.cuda.empty_cache()` in each step rarely helps, because PyTorch [already reuses cached
 # memory](https://docs.pytorch.org/docs/stable/generated/torch.cuda.memory.empty_cache.html).
@@ -565,7 +565,7 @@ assert losses > numbers == 0
 # holds activations. Even without a graph, the logits that you keep can fill the memory.
 #
 # **The fix.** Evaluate under `torch.inference_mode()`, and add up `loss.item()`. Keep `logits.argmax(-1).cpu()`
-# instead of the logits. In [transformers' Trainer](https://huggingface.co/docs/transformers/main_classes/trainer) set
+# instead of the logits. In [transformers' Trainer](https://huggingface.co/docs/transformers/main_classes/trainer), set
 # `eval_accumulation_steps`, or reduce the logits in `preprocess_logits_for_metrics`.
 #
 # **Not this.** `model.eval()` alone does not stop PyTorch from building graphs.
