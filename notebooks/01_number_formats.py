@@ -466,7 +466,7 @@ exercises.check_length(length)
 #     return (wide * wide).sum().sqrt()
 # ```
 #
-# In fp16, the square of a number from 256 on overflows. In fp32, the square of every fp16 number fits.
+# In fp16, the square of every number from 256 on overflows. In fp32, the square of every fp16 number fits.
 #
 # </details>
 #

@@ -143,8 +143,8 @@ assert list(found.values()) == [low] + [torch.float32] * 4 + [low]
 # four calls are not eligible:
 #
 # - **In-place ops and `out=`** write into an existing tensor, whose dtype cannot change.
-# - **Tensors on another device** are not cast. Pass the device of your tensors to `torch.autocast`:
-#   `x.device.type`. <!-- tests/notebooks/test_02_autocast_dtypes.py -->
+# - **Tensors on another device** are not cast. Pass the device type of your tensors, `x.device.type`, to
+#   `torch.autocast`. <!-- tests/notebooks/test_02_autocast_dtypes.py -->
 # - **An explicit `dtype=`** decides the dtype of the result.
 # - **float64 and integers**, which we did not try, are not cast either.
 #   <!-- tests/notebooks/test_02_autocast_dtypes.py -->
@@ -288,9 +288,9 @@ print(error_of(output.float().sum().backward))
 
 # %% [markdown]
 # The backward pass raises an error, because `grad` and the saved tensors differ in dtype. [Two
-# decorators](https://docs.pytorch.org/docs/stable/amp.html#torch.amp.custom_fwd) repair this: `custom_fwd` saves the
-# state of autocast in `forward`, and `custom_bwd` restores it for `backward`. If your function works only in fp32,
-# pass `cast_inputs=torch.float32` to `custom_fwd`.
+# decorators](https://docs.pytorch.org/docs/stable/amp.html#torch.amp.custom_fwd) repair the function: `custom_fwd`
+# saves the state of autocast in `forward`, and `custom_bwd` restores it for `backward`. If your function works only in
+# fp32, pass `cast_inputs=torch.float32` to `custom_fwd`.
 
 
 # %%

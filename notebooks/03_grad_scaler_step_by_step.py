@@ -203,7 +203,7 @@ assert (scaler.get_scale(), good_steps) == (4096, 1)
 # gradient is in fp16, like the output. The largest fp16 number is 65504. So with a scale of 131072 (2^17), the
 # gradient becomes infinite.
 #
-# `train_step` contains the lines of the step above, without `unscale_`.
+# `train_step` is the step above without `unscale_`.
 
 
 # %%
@@ -235,13 +235,13 @@ check(layer, -0.7756, -2.9002)
 # %% [markdown]
 # The scaler skipped two steps, because 2^17 and 2^16 are too large for fp16. In a skipped step, the
 # parameters do not change, and by default the scale halves. At 2^15 the gradients are finite, so training
-# continues. **A skipped step is not an error. Skipping is how the scaler finds its scale.** A few skipped
-# steps at the start and one now and then are normal. If the scale keeps falling, see [notebook
+# continues. **A skipped step is not an error: the scaler lowers a scale that is too large.** A few skipped steps at
+# the start and one now and then are normal. If the scale keeps falling, see [notebook
 # 08b](08b_learning.ipynb#The-loss-scale-falls-towards-0).
 #
 # ## Growth: after enough good steps, the scale doubles
 #
-# One unlucky batch can leave the scale too low. So by default, the scaler doubles the scale after 2000 good
+# One batch with an overflow can leave the scale too low. So by default, the scaler doubles the scale after 2000 good
 # steps in a row. We set this `growth_interval` to 3.
 
 # %%

@@ -157,8 +157,8 @@ with Precision.FP32.float32_mode("cpu"):
     assert torch.backends.cudnn.conv.fp32_precision == "ieee"
 
 # %% [markdown]
-# Which precisions are faster than FP32 on this device? `describe_device` times a matmul in each precision. We
-# compare FP32 with the precisions that are faster, or with bf16 if no precision is faster.
+# Which precisions are faster than FP32 on this device? `describe_device` times a matmul in each precision. We compare
+# FP32 with the precisions that are clearly faster. If no precision is, we choose bf16.
 # <!-- tests/core/test_device.py -->
 
 # %% tags=["nbval-ignore-output"]
