@@ -118,6 +118,17 @@ def test_nms_wants_fp32():
             assert ops.nms(*low, 0.5).tolist() == [0]
 
 
+def test_batched_nms_in_16_bits_keeps_a_duplicate():
+    """It adds a large offset to the boxes of each class."""
+    ops = pytest.importorskip("torchvision").ops
+    boxes = torch.tensor([[600.0, 600.0, 620.0, 620.0], [604.0, 600.0, 624.0, 620.0]])
+    others = torch.tensor([0.9, 0.8]), torch.tensor([60, 60]), 0.5
+    for dtype in (BF16, FP16):
+        with torch.autocast("cpu", dtype=dtype):
+            assert ops.batched_nms(boxes.to(dtype), *others).tolist() == [0, 1]
+            assert ops.batched_nms(boxes.to(dtype).float(), *others).tolist() == [0]
+
+
 def test_coordinates_in_bf16_are_rounded():
     assert torch.arange(257).to(BF16).unique().numel() == 257
     assert torch.tensor(257).to(BF16) == 256
