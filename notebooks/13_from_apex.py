@@ -281,9 +281,10 @@ for old_name in (torch.cuda.amp.autocast, torch.cpu.amp.autocast, torch.cuda.amp
 # %% [markdown]
 # Two things can go wrong when you replace these names with names of `torch.amp`.
 #
-# **The default dtype.** The old classes had a fixed default: fp16 for CUDA and bf16 for the CPU. By default, the
-# new class takes the dtype of an outer autocast block, if there is one. In the next cell, three blocks are inside an
-# outer block in fp16. In which dtype will each of them compute? <!-- tests/notebooks/test_13_from_apex.py -->
+# **The default dtype.** The old classes had a fixed default: fp16 for CUDA and bf16 for the CPU. By default, the new
+# class takes the dtype of an outer autocast block for the same device type, if there is one. In the next cell, three
+# blocks are inside an outer block in fp16. In which dtype will each of them compute? <!--
+# tests/notebooks/test_13_from_apex.py -->
 
 # %%
 x = torch.ones(2, 2)
