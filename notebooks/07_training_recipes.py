@@ -309,10 +309,11 @@ assert torch.equal(recomputed, problem.change(train_amp, torch.float16))
 #
 # ## Use several losses and optimizers
 #
-# One scaler is enough for several losses and optimizers. Call `scale` for every loss, and `step` for every optimizer.
-# Call `update` once, at the end. An `update` between two steps may change the scale, but the second optimizer's
-# gradients are still multiplied by the old scale. In the next cell, we put infinities into a gradient of the first
-# optimizer:
+# [One
+# scaler](https://docs.pytorch.org/docs/stable/notes/amp_examples.html#working-with-multiple-models-losses-and-optimizers)
+# is enough for several losses and optimizers. Call `scale` for every loss, and `step` for every optimizer. Call
+# `update` once, at the end. An `update` between two steps may change the scale, but the second optimizer's gradients
+# are still multiplied by the old scale. In the next cell, we put infinities into a gradient of the first optimizer:
 
 
 # %%

@@ -93,7 +93,7 @@ assert loss_in(torch.float16, model).isnan()
 # **Why.** In fp16, an output of 65520 or more becomes infinite. Infinity minus infinity, as in a normalisation, is
 # NaN.
 #
-# **The fix.** If inf or NaN appears only in fp16, use bf16, which has nearly the range of fp32. Or keep the
+# **The fix.** If inf or NaN appears only in fp16, use bf16, because its range is nearly that of fp32. Or keep the
 # overflowing layers in fp32: switch autocast off around them, and cast their inputs with `.float()`. If NaN appears in
 # fp32 too, look for NaN in the data, and use `amp_lab.numerics.find_nonfinite` to find the op that produces the NaN.
 #
@@ -349,7 +349,7 @@ assert rescale(h.half())[1].isnan().all()
 assert torch.tensor(1e-8).half() == 0
 
 # %% [markdown]
-# **Why.** The smallest positive number of fp16 is 6e-8, so an epsilon of 1e-8 or 1e-12 rounds to zero and no longer
+# **Why.** The smallest positive number of fp16 is 6e-8. An epsilon of 1e-8 or 1e-12 rounds to zero, so it no longer
 # prevents a division by zero.
 #
 # With its default epsilon of 1e-12, `F.normalize` can return NaN for a row of zeros in fp16.

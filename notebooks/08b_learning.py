@@ -162,8 +162,8 @@ assert lost.count_nonzero() == 0
 #
 # Here, each output has the gradient 6e-9.
 #
-# **The fix.** Keep the weights in fp32 and use fp16 autocast with a `GradScaler`, or use bf16, which has nearly the
-# range of fp32 and needs no scaler.
+# **The fix.** Keep the weights in fp32 and use fp16 autocast with a `GradScaler`. Or use bf16 without a scaler,
+# because its range is nearly that of fp32.
 
 # %%
 kept = gradient_of(weight, torch.amp.GradScaler("cpu"))
@@ -451,7 +451,7 @@ assert torch.tensor([998, 999]).to(torch.bfloat16).tolist() == [1000, 1000]
 # **Why.** bf16 represents every whole number only up to 256, and fp16 only up to 2048. Above that, neighbouring
 # positions or counts can become the same number. Rounded frequencies (`inv_freq`) also make the angles wrong.
 #
-# The cast can come from autocast, from the code itself, or from `model.bfloat16()`, which also casts buffers.
+# Autocast, the code itself or `model.bfloat16()` can cast these values. `model.bfloat16()` also casts buffers.
 #
 # **The fix.** Create positions, counters and frequencies in fp32, and indices as integers. Compute the angles of RoPE
 # inside `torch.autocast(device_type, enabled=False)`. Afterwards cast the sines and cosines, but not the positions.
