@@ -95,10 +95,10 @@ class Tracer(TorchDispatchMode):
 
 
 # %% [markdown]
-# **Pretend to have the device.** Autocast does not look at values. It looks at the op, the op's dtypes and options,
-# and the device type. A [*fake
+# **Pretend to have the device.** Autocast's decisions do not depend on values. They depend on the op, its dtypes and
+# options, and the device type. A [*fake
 # tensor*](https://docs.pytorch.org/docs/stable/user_guide/torch_compiler/torch.compiler_fake_tensor.html) has a dtype
-# and a device, but no data. So the device need not exist. Without CUDA, `torch.autocast("cuda")` [disables
+# and a device, but no data. So you do not need the device. Without CUDA, `torch.autocast("cuda")` [disables
 # autocast](https://github.com/pytorch/pytorch/blob/main/torch/amp/autocast_mode.py), so `rules_of` sets autocast's
 # state directly.
 
@@ -382,7 +382,8 @@ assert amp_lab_command(command.split()) == 0
 # %% [markdown]
 # ## Summary
 #
-# - Autocast does not look at values. So fake tensors show its decisions for a device that you do not have.
+# - Autocast's decisions do not depend on values. So fake tensors show these decisions for a device that you do not
+#   have.
 # - Under autocast on MPS, `batch_norm` runs in fp32, and so does an LSTM layer with an fp32 input.
 # - In eager mode under autocast on CUDA, XPU and MPS, `F.cross_entropy` of class indices rounds the `log_softmax`
 #   of fp16 logits to fp16. Pass `logits.float()`.
@@ -433,8 +434,8 @@ exercises.check_number_of_casts(number_of_casts)
 #
 # ### 2. Find the casts that go up
 #
-# Complete `casts_up`, which gets the rows of a `Tracer`. Return how many rows are casts from fp16 or bf16 to fp32.
-# A row is `(name, dtypes of the inputs, dtype of the result)`.
+# Complete `casts_up` for the rows of a `Tracer`. Return how many rows are casts from fp16 or bf16 to fp32. A row is
+# `(name, dtypes of the inputs, dtype of the result)`.
 
 
 # %%

@@ -395,7 +395,7 @@ assert decided[0]["DDP", "gradient"][1] == []
 # %% [markdown]
 # Rank 0 does not skip with DDP if the gradient overflows after the average.
 #
-# - **DDP:** the average brings an overflow in one rank's batch to all ranks, so all scalers skip the step.
+# - **DDP:** an overflow in one rank's batch makes the average inf or NaN on all ranks, so all scalers skip the step.
 # - **FSDP2:** `unscale_` shares its overflow flag with all ranks.
 #
 # So if the overflow comes from a batch, a plain `GradScaler` is enough with both engines.

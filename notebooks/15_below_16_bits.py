@@ -334,8 +334,8 @@ report
 # <!-- tests/formats/test_rehearsal.py -->
 #
 # - `blocks.1.up` and `blocks.1.down`: these two layers lose accuracy in all four formats because of the large feature.
-# - `token.weight`: this weight belongs to the head and the embedding. Here, its output size (88) is not a [multiple of
-#   16](08g_speed_and_memory.ipynb#A-size-is-not-a-multiple-of-16-or-8).
+# - `token.weight`: the head and the embedding share this weight. Here, the output size of the head (88) is not a
+#   [multiple of 16](08g_speed_and_memory.ipynb#A-size-is-not-a-multiple-of-16-or-8).
 #
 # The *error* rows show the errors of the whole model with all layers rounded except the starred ones. One accurate
 # step does not mean that the model learns. To test learning, run `amp-lab rehearse` with `--steps 20`.
