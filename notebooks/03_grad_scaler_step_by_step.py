@@ -236,8 +236,8 @@ check(layer, -0.7756, -2.9002)
 # The scaler skipped two steps, because 2^17 and 2^16 are too large for fp16. In a skipped step, the
 # parameters do not change, and by default the scale halves. At 2^15 the gradients are finite, so training
 # continues. **A skipped step is not an error: the scaler lowers a scale that is too large.** A few skipped steps at
-# the start and one now and then are normal. If the scale keeps falling, see [notebook
-# 08b](08b_learning.ipynb#The-loss-scale-falls-towards-0).
+# the start and one now and then [are normal](https://github.com/pytorch/pytorch/blob/main/torch/amp/grad_scaler.py).
+# If the scale keeps falling, see [notebook 08b](08b_learning.ipynb#The-loss-scale-falls-towards-0).
 #
 # ## Growth: after enough good steps, the scale doubles
 #

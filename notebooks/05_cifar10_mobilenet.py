@@ -294,6 +294,7 @@ assert list(kind_times) == list(KINDS)
 # than a third under autocast. They lose far more time than the pointwise layers gain. The output of
 # [`ONEDNN_VERBOSE=1`](https://uxlfoundation.github.io/oneDNN/dev_guide_verbose.html) shows why: in bf16, the input
 # gradients of these layers come from a general convolution kernel, `brgconv_strided`, and not from a depthwise one.
+# <!-- tests/notebooks/test_05_cifar10_mobilenet.py -->
 #
 # ## Resume: to the last bit
 #

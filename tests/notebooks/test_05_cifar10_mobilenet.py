@@ -1,6 +1,9 @@
 """Notebook 05: its loops compute what `amp_lab.train` does, and its remedies help."""
 
+import os
 import statistics
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -126,6 +129,41 @@ def test_four_of_52_convolutions_are_depthwise_with_stride_2():
     assert len(kinds) == 52
     assert kinds.count("depthwise, stride 2") == 4
     assert set(kinds) == set(layer_times.KINDS)
+
+
+DEPTHWISE_WITH_STRIDE_2 = """
+import torch
+
+layer = torch.nn.Conv2d(96, 96, 3, stride=2, padding=1, groups=96, bias=False)
+layer.to(memory_format=torch.channels_last)
+for dtype in (torch.float32, torch.bfloat16):
+    images = torch.randn(8, 96, 16, 16).to(dtype, memory_format=torch.channels_last)
+    images.requires_grad_()
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype is torch.bfloat16):
+        output = layer(images)
+    output.backward(output.detach())
+"""
+
+
+@pytest.mark.skipif(
+    not torch.__version__.startswith("2.15") or not torch.cpu._is_avx512_bf16_supported(),
+    reason="the notebook speaks of torch 2.15 on a CPU with AVX-512 BF16",
+)
+@pytest.mark.parametrize("limit", ["default", "avx512_core_bf16"])  # with AMX, if it is there
+def test_in_bf16_a_general_kernel_computes_the_input_gradients_of_stride_2(limit):
+    done = subprocess.run(
+        [sys.executable, "-c", DEPTHWISE_WITH_STRIDE_2],
+        env=os.environ | {"ONEDNN_VERBOSE": "1", "ONEDNN_MAX_CPU_ISA": limit},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    kernels = []
+    for line in done.stdout.splitlines():
+        fields = line.split(",")
+        if "convolution" in fields and "backward_data" in fields:
+            kernels.append(fields[fields.index("backward_data") - 1].partition(":")[0])
+    assert kernels == ["jit_dw", "brgconv_strided"]
 
 
 def test_on_32x32_pixels_the_last_convolution_sees_a_single_pixel():
