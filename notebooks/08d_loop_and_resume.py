@@ -103,8 +103,8 @@ assert abs(moved - 1) < 1e-3  # the full length that clipping allows
 # <!-- tests/notebooks/test_08d_loop_and_resume.py -->
 #
 # Hooks that read gradients during `backward()`, such as those of
-# [`wandb.watch`](https://github.com/wandb/wandb/issues/4369), also get scaled gradients. <!--
-# tests/notebooks/test_08d_loop_and_resume.py -->
+# [`wandb.watch`](https://github.com/wandb/wandb/issues/4369), also get scaled gradients.
+# <!-- tests/notebooks/test_08d_loop_and_resume.py -->
 
 
 # %% [markdown]
@@ -298,7 +298,7 @@ assert with_new > 10 * with_saved
 #
 # **The fix.** Save and load the states of the model, the optimizer, the scaler and the learning rate scheduler. Also
 # save the random state and the position in the data. Save each tensor in the dtype that it has in training. Create the
-# scaler once, not in each epoch.
+# scaler once, not in each epoch. <!-- tests/notebooks/test_08d_loop_and_resume.py -->
 
 # %%
 scaler = torch.amp.GradScaler("cpu")
@@ -358,8 +358,9 @@ assert "expected dtype float for `end` but got dtype c10::BFloat16" in message
 
 # %% [markdown]
 # **Why.** The moments of the optimizer, or the averaged weights, have a different dtype from the weights, for example
-# because the model was cast after the optimizer's first step. Some optimizers also refuse weights that are not in
-# fp32. A fused optimizer on a GPU can also refuse a gradient whose
+# because the model was cast after the optimizer's first step. Some optimizers, such as
+# [IPEX's AdamW](https://github.com/intel/intel-extension-for-pytorch/blob/6d71c53e0195af39a16b60cf430b41a163173cb1/intel_extension_for_pytorch/optim/_functional.py),
+# also refuse weights that are not in fp32. A fused optimizer on a GPU can also refuse a gradient whose
 # [strides](https://github.com/pytorch/pytorch/issues/106951) differ from those of its weight.
 #
 # **The fix.** Cast the model first. Then create the optimizer and the averaged weights. Load their states last. If you
@@ -459,7 +460,8 @@ assert scaler.get_scale() == 1024
 #
 # **What you see.** `torch.load` raises `Weights only load failed.` Further down, the message says
 # `Unsupported global: GLOBAL torch.amp.grad_scaler.GradScaler was not an allowed global by default.`
-# For a DeepSpeed checkpoint, the message names [a DeepSpeed class](https://github.com/modelscope/ms-swift/issues/5808) instead.
+# For a DeepSpeed checkpoint, the message names
+# [a DeepSpeed class](https://github.com/modelscope/ms-swift/issues/5808) instead.
 #
 # **A small example.** We save the scaler itself.
 

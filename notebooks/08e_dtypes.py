@@ -223,8 +223,8 @@ for dtype in HALF:
 # If the input is in half precision too, look for an fp32 tensor inside the model, such as a table of positions. If you
 # add it to a half-precision tensor, the sum is in fp32.
 #
-# On a CPU, a norm in half precision can refuse an fp32 input even inside an autocast block. <!--
-# tests/notebooks/test_08e_dtypes.py -->
+# On a CPU, a norm in half precision can refuse an fp32 input even inside an autocast block.
+# <!-- tests/notebooks/test_08e_dtypes.py -->
 #
 # **The fix.** For inference, cast the input to the dtype of the weights:
 # `x.to(next(model.parameters()).dtype)`. For training, keep the weights in fp32 and use autocast. If `forward` creates
@@ -313,8 +313,8 @@ assert len(refusals([lambda write=write: filled(write) for write in WRITES])) ==
 # default creates an fp32 tensor, even under autocast, but the values are in half precision. For most ops that write
 # into an existing tensor, autocast does not cast the inputs.
 #
-# `masked_scatter`, `scatter` and `index_add` can raise the error too, although they return a new tensor. <!--
-# tests/notebooks/test_08e_dtypes.py -->
+# `masked_scatter`, `scatter` and `index_add` can raise the error too, although they return a new tensor.
+# <!-- tests/notebooks/test_08e_dtypes.py -->
 #
 # **The fix.** Cast the values `f` that you write into the buffer: `buffer[i] = f.to(buffer.dtype)`. Or create
 # the buffer in the dtype of the values, with `f.new_zeros(shape)`.
@@ -385,7 +385,7 @@ assert "expected scalar type Half but found Float" in message
 # %% [markdown]
 # **Why.** The custom `forward` runs inside the autocast block, but `backward` usually runs outside, where autocast
 # does not cast. So an op in `backward` gets a 16-bit gradient and an fp32 tensor that `forward` saved. If you decorate
-# only `backward`, the message names `_fwd_used_autocast`.
+# only `backward`, the message names `_fwd_used_autocast`. <!-- tests/notebooks/test_08e_dtypes.py -->
 #
 # **The fix.** On CUDA, decorate `forward` with `torch.amp.custom_fwd(device_type="cuda")` and `backward` with
 # `torch.amp.custom_bwd(device_type="cuda")`. For a kernel whose inputs autocast does not cast, such as one in Triton,
@@ -484,8 +484,8 @@ assert "Unexpected floating ScalarType in at::autocast::prioritize" in messages[
 # a cache of cast weights, so the inner block can use the outer block's copies.
 #
 # The message with `prioritize` comes from an op that autocast runs in the widest dtype of its inputs
-# ([notebook 02](02_autocast_dtypes.ipynb)), such as `cat` on a CPU. <!-- tests/notebooks/test_08e_dtypes.py
-# -->
+# ([notebook 02](02_autocast_dtypes.ipynb)), such as `cat` on a CPU.
+# <!-- tests/notebooks/test_08e_dtypes.py -->
 #
 # **The fix.** Use either fp16 or bf16 everywhere: for half-precision weights, for the inputs and for the
 # autocast block. If you nest an fp16 and a bf16 block on purpose, open the inner block with
@@ -574,9 +574,9 @@ assert "but got Double and BFloat16" in message
 # %% [markdown]
 # **Why.** A tensor, often the input, is float64 or an integer, but the op needs another dtype, such as that of
 # the weights. Or the class targets of `cross_entropy` are neither int64 nor uint8. NumPy's floating-point
-# arrays are float64 by default, and `torch.from_numpy` keeps this dtype. <!--
-# tests/notebooks/test_08e_dtypes.py --> Autocast does not cast float64 or integers. <!--
-# tests/notebooks/test_02_autocast_dtypes.py -->
+# arrays are float64 by default, and `torch.from_numpy` keeps this
+# dtype. <!-- tests/notebooks/test_08e_dtypes.py --> Autocast does not cast float64 or integers.
+# <!-- tests/notebooks/test_02_autocast_dtypes.py -->
 #
 # **The fix.** Convert the tensor where you load or create it, with `.float()`, as in
 # `torch.from_numpy(array).float()`. If the weights are in half precision, convert the input to the dtype of the

@@ -343,8 +343,8 @@ with without_bf16:
 
 # %% [markdown]
 # **Not this.** Do not choose bf16 because `torch.cuda.is_bf16_supported()` returns True: it also returns True
-# on a GPU that only emulates bf16. On an NVIDIA GPU, pass `including_emulation=False`. <!--
-# tests/notebooks/test_19_choose_your_precision.py --> On an AMD GPU, look in [AMD's
+# on a GPU that only emulates bf16. On an NVIDIA GPU, pass
+# `including_emulation=False`. <!-- tests/notebooks/test_19_choose_your_precision.py --> On an AMD GPU, look in [AMD's
 # table](https://rocm.docs.amd.com/projects/HIP/en/docs-6.3.2/reference/hardware_features.html).
 #
 # **Notice the failure earlier.** To measure which dtypes are fast on your GPU, run `amp-lab doctor`.
@@ -563,6 +563,7 @@ print(message_of(lambda: xray(FlashOnly(), tokens, dtype=torch.float32)).split("
 # **Why.** None of the attention kernels that the program allows supports this call. On NVIDIA GPUs, PyTorch's own
 # flash attention and cuDNN kernels need an Ampere GPU or newer, and support only fp16 and bf16. If training works,
 # the cause is often a call outside autocast, with fp32 inputs, for example in the evaluation.
+# <!-- tests/tracing/test_kernel_limits.py -->
 #
 # **The fix.** If q, k and v are in fp32, run the call under autocast, or cast them to a 16-bit dtype. On NVIDIA GPUs
 # before Ampere, use fp16. If you need fp32 or have an older GPU, also allow `SDPBackend.EFFICIENT_ATTENTION`. If no

@@ -103,8 +103,8 @@ with torch.autocast("xpu", dtype=torch.float16):  # neither a warning nor an eff
     assert (x @ x.T).dtype is torch.float32
 
 # %% [markdown]
-# **Notice the failure earlier.** Check `torch.is_autocast_enabled(x.device.type)` inside the block. <!--
-# tests/notebooks/test_08g_speed_and_memory.py -->
+# **Notice the failure earlier.** Check `torch.is_autocast_enabled(x.device.type)` inside the block.
+# <!-- tests/notebooks/test_08g_speed_and_memory.py -->
 
 # %% [markdown]
 # ## A thread runs without autocast or in another dtype
@@ -145,8 +145,8 @@ assert found == (torch.float32, torch.bfloat16)
 # %% [markdown]
 # **Why.** Autocast and its dtype are set separately in each thread. A new thread starts with autocast off and with
 # autocast's default dtype, which is fp16 on CUDA. With several GPUs, `nn.DataParallel` starts a thread for each GPU
-# and enters autocast there without a dtype, so bf16 becomes fp16. <!-- tests/notebooks/test_08g_speed_and_memory.py
-# -->
+# and enters autocast there without a dtype, so bf16 becomes fp16.
+# <!-- tests/notebooks/test_08g_speed_and_memory.py -->
 #
 # **The fix.** Enter autocast with its dtype inside the function that the thread runs, or decorate the
 # model's `forward` with `torch.autocast`. Replace `nn.DataParallel` with `DistributedDataParallel`, which uses
@@ -487,16 +487,15 @@ assert torch.cuda.OutOfMemoryError is torch.OutOfMemoryError
 # - **In the forward or backward pass**: the activations, because the batch, image or sequence is too large.
 # - **In the first `optimizer.step()`**: the optimizer state, which Adam allocates there.
 # - **After many steps, or in evaluation**: [memory grows](#Memory-grows-with-each-step-or-in-evaluation).
-# - **Only after resuming**: the loaded checkpoint is also on the GPU. <!--
-#   tests/notebooks/test_08g_speed_and_memory.py -->
+# - **Only after resuming**: the checkpoint is also on the GPU. <!-- tests/notebooks/test_08g_speed_and_memory.py -->
 # - **With much memory "reserved but unallocated"**: the memory may be fragmented. Set
 #   [`PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`](../docs/memory_in_practice.md#pytorch_cuda_alloc_conf-or-pytorch_alloc_conf).
 #
 # **The fix.** Use smaller batches of equal size and accumulate gradients: divide each mean loss by the number of
 # batches in a step. Or use gradient checkpointing. If a batch of one does not fit, use LoRA or sharding. Load
 # checkpoints with `map_location="cpu"`. `amp-lab memory my_model.py:MODEL --input 8,3,224,224 --memory 24GiB`
-# forecasts the largest batch. <!-- tests/tracing/test_largest_batch.py --> <!-- tests/remedies/test_memory_remedies.py
-# -->
+# forecasts the largest batch. <!-- tests/tracing/test_largest_batch.py -->
+# <!-- tests/remedies/test_memory_remedies.py -->
 #
 # **Not this.** `torch.cuda.empty_cache()` in each step rarely helps, because PyTorch [already reuses cached
 # memory](https://docs.pytorch.org/docs/stable/generated/torch.cuda.memory.empty_cache.html).

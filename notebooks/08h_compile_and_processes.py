@@ -171,8 +171,8 @@ assert scaler.scale(loss_of(x)) == 3 * scaler.get_scale()
 # -->
 #
 # **What you see.** On some CPUs, `nn.LSTM` on an fp32 tensor under `torch.autocast("cpu")` raises
-# `could not create a primitive descriptor for the LSTM forward propagation primitive`. <!--
-# tests/core/test_cpu.py -->
+# `could not create a primitive descriptor for the LSTM forward propagation primitive`.
+# <!-- tests/core/test_cpu.py -->
 #
 # **A small example.** We run an LSTM in both 16-bit formats.
 
@@ -252,8 +252,8 @@ assert all("mix of the legacy and new APIs" in message for message in messages)
 # **Why.** PyTorch has old names (`allow_tf32`) and new names (`fp32_precision`) for its [TF32
 # switches](19_choose_your_precision.ipynb#What-fp32-means). Setting a switch by its new name does not change its value
 # under the old name. If the two values contradict each other, reading the old name raises an error. Calling
-# `torch.set_float32_matmul_precision("high")` and then setting `allow_tf32 = False` can cause the error too. <!--
-# tests/notebooks/test_08h_compile_and_processes.py -->
+# `torch.set_float32_matmul_precision("high")` and then setting `allow_tf32 = False` can cause the error too.
+# <!-- tests/notebooks/test_08h_compile_and_processes.py -->
 #
 # **The fix.** For matmuls, set TF32 only with `torch.set_float32_matmul_precision`, which changes the value under both
 # names. For convolutions, use `torch.backends.cudnn.allow_tf32`. Do not set `fp32_precision` while any library reads

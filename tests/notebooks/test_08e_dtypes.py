@@ -559,6 +559,26 @@ def test_cast_inputs_needs_an_output_in_that_dtype(output):
             result.sum().backward()
 
 
+def test_a_decorated_backward_needs_a_decorated_forward():
+    """AMP0020."""
+
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return 2 * x
+
+        @staticmethod
+        @torch.amp.custom_bwd(device_type="cpu")
+        def backward(ctx, gradient):
+            return 2 * gradient
+
+    x = torch.ones(2, requires_grad=True)
+    with torch.autocast("cpu", dtype=BF16):
+        output = Doubled.apply(x)
+    with pytest.raises(AttributeError, match="_fwd_used_autocast"):
+        output.sum().backward()
+
+
 def test_an_array_of_numpy_is_float64_by_default():
     """AMP0151."""
     array = np.linspace(0, 1, 3)
