@@ -62,7 +62,7 @@ for name, operations, numbers in (
 # ## The settings
 #
 # The plain step runs in FP32. The rungs use the 16-bit precision that `amp-lab doctor` recommends for
-# this device. If it recommends none, they use bf16. <!-- tests/core/test_device.py -->
+# this device. If it recommends none, the rungs use bf16. <!-- tests/core/test_device.py -->
 #
 # On Linux with glibc, `keep_memory()` makes glibc reuse the memory of freed CPU tensors. Without this setting, [fp32
 # can look too slow](../docs/hardware.md#memory-allocation-can-make-fp32-look-slow).

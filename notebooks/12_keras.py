@@ -375,7 +375,7 @@ for kind, rate in ((keras.optimizers.SGD, 1.0), (keras.optimizers.Adam, 0.1)):
 # | `LossScaleOptimizer(optimizer, loss_scale="dynamic")` | `LossScaleOptimizer(optimizer)` |
 # | `LossScaleOptimizer(optimizer, dynamic=False, initial_scale=128)` | [`Adam(…, loss_scale_factor=128)`](https://keras.io/api/optimizers/adam/), with [`compile(…, auto_scale_loss=False)`](https://keras.io/api/models/model_training_apis/). Warning: then no step is skipped after an overflow |
 # | `optimizer.get_scaled_loss(loss)` | `optimizer.scale_loss(loss)` |
-# | `optimizer.get_unscaled_gradients(g)`, then `apply_gradients(zip(g, w))` | `optimizer.apply(g, w)`, which divides |
+# | `optimizer.get_unscaled_gradients(g)`, then `apply_gradients(zip(g, w))` | `optimizer.apply(g, w)`; it divides `g` by the scale |
 #
 # With `dynamic=False` or `loss_scale=`, `LossScaleOptimizer` now raises an error:
 
@@ -401,7 +401,7 @@ for wrong in ({"dynamic": False}, {"loss_scale": "dynamic"}):
 # - Keep the last layer in float32, without an activation, and use a loss with `from_logits=True`.
 # - By default, `compile` adds a loss scale if the model's policy is `mixed_float16`. If only the layers have that
 #   policy, wrap the optimizer yourself.
-# - In a custom step, call `scale_loss`, and do not divide the gradients: `apply` does.
+# - In a custom step, call `scale_loss`, and do not divide the gradients, because `apply` divides them.
 #
 # ## Exercises
 #

@@ -305,8 +305,8 @@ for name in ("mxfp4", "nvfp4"):
 #
 # ## Test your own model
 #
-# `rehearse` tests formats on your model. It runs a forward and a backward pass in fp32, and then tests each format:
-# first on the matmuls of each layer, then on the whole model. <!-- tests/formats/test_rehearsal.py -->
+# `rehearse` tests formats on your model. For training, it runs a forward and a backward pass in fp32. Then it tests
+# each format: first on the matmuls of each layer, then on the whole model. <!-- tests/formats/test_rehearsal.py -->
 #
 # We call `rehearse` on our GPT. First we make one feature of the second MLP an outlier: we multiply its weights in
 # `up` by a million, and divide its weights in `down` by a million:
