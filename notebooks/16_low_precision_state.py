@@ -54,7 +54,7 @@ assert weight == 1
 # The weight has not changed at all. The next bf16 number above 1 is about 1.0078. Each update is less than half of the
 # distance to this number, so each sum is rounded back to 1.
 #
-# To avoid losing such updates, AMP leaves the weights in fp32 and [casts copies of them to 16
+# To avoid losing such updates, AMP leaves fp32 weights in fp32 and [casts copies of them to 16
 # bits](02_autocast_dtypes.ipynb).
 #
 # ## Bytes per parameter

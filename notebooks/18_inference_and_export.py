@@ -184,8 +184,8 @@ assert refused
 # in bf16, many similarities near 1 are equal, so a search cannot rank them.
 # <!-- tests/notebooks/test_18_inference_and_export.py -->
 #
-# **Weights**: if you change them for inference, for example to fold a batch norm (exercise 4), do it in fp32 and cast
-# afterwards, so that they are rounded only once.
+# **Weights**: if you change the weights for inference, for example to fold a batch norm (exercise 4), do so in fp32
+# and cast them afterwards. They are then rounded only once.
 # <!-- tests/notebooks/test_18_inference_and_export.py -->
 #
 # ## What torch.compile changes
@@ -252,9 +252,9 @@ assert program.module()(x).dtype is torch.float32
 
 # %% [markdown]
 # The program computes in fp32, because `torch.export` does not record an autocast block around the call. So **cast
-# first**: a program that you export from a bf16 model has bf16 weights and ops. We export our bf16 model, save the
-# program and load it again. The program accepts any batch size, because we pass `Dim.AUTO` and an example with at
-# least two images:
+# first**: a program that you export from a bf16 model has bf16 weights. We export our bf16 model, save the program and
+# load it again. The program accepts any batch size, because we pass `Dim.AUTO` and an example with at least two
+# images:
 # <!-- tests/notebooks/test_18_inference_and_export.py -->
 
 # %% tags=["nbval-ignore-output"]
@@ -292,9 +292,9 @@ else:
 # %% [markdown]
 # ## Eight bits and fewer
 #
-# A large language model that generates a single text [spends most of its
-# time](https://pytorch.org/blog/accelerating-generative-ai-2/) on reading weights. Weights in eight bits can be
-# read faster than weights in bf16, because they take half the memory.
+# A large language model that generates a single text [usually spends most of its
+# time](https://pytorch.org/blog/accelerating-generative-ai-2/) on reading weights. Weights in eight bits can be read
+# faster than weights in bf16, because they take half the memory.
 #
 # Here `quantize` rounds the weights and returns them in fp32, so we see only the effect of the rounding:
 

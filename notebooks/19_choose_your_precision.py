@@ -65,9 +65,9 @@ assert report.values["bf16"].input_bits == 8
 #
 # ## The decision
 #
-# The choice depends on the formats that a GPU multiplies *fast*, with tensor cores or similar units. `GPUS`
-# lists these formats, and [names its sources](../src/amp_lab/core/gpus.py). If your GPU is not in the list, look
-# for the same architecture. We print the list, and then write `choose`, which returns a precision:
+# The choice depends on the formats that a GPU multiplies *fast*, with tensor cores or similar units. `GPUS` lists
+# these formats [with their sources](../src/amp_lab/core/gpus.py). If your GPU is not in the list, look for the same
+# architecture. We print the list, and then write `choose`, which returns a precision:
 
 # %%
 kinds = {}
@@ -359,8 +359,11 @@ exercises = checks_of("19_choose_your_precision")
 # %% [markdown]
 # ### 1. Decide
 #
-# With which precision do you start in each case? Choose "fp32", "fp16 with a scaler", "fp16" (the weights are
-# cast once), "bf16 under autocast", "bf16" (the weights are cast once), or "fp32 with TF32 off".
+# With which precision do you start in each case? Choose one of these answers:
+#
+# - "fp32" or "fp32 with TF32 off";
+# - "fp16 with a scaler", or "fp16" (the weights are cast once);
+# - "bf16 under autocast", or "bf16" (the weights are cast once).
 
 # %%
 answers = {
