@@ -250,7 +250,7 @@ assert not in_fp16.isfinite().all()
 #
 # ## What other frameworks call it
 #
-# Other frameworks have three kinds of settings:
+# Most precision settings in other frameworks are of three kinds:
 #
 # - **Mixed**, such as `bf16-mixed`, usually means autocast. The weights then stay in the dtype in which they were
 #   created or loaded, usually fp32.
