@@ -147,7 +147,7 @@ print("fp16:", *(f"{n:.0f}" for n in numbers.half()))
 assert numbers.half().tolist() == [2048, 2048, 2050, 2052, 2052, 2052, 2054, 2056, 2056]
 
 # %% [markdown]
-# Within the range of a format, one rounding errs by at most half the spacing. For normal numbers, this is at
+# Within the range of a format, the error of one rounding is at most half the spacing. For normal numbers, this is at
 # most eps/2 times the number: about 0.4 % in bf16 and 0.05 % in fp16.
 # <!-- tests/notebooks/test_01_number_formats.py -->
 #
@@ -174,8 +174,8 @@ assert ((inf * 0) + 1).isnan()
 #
 # Infinity often becomes NaN (*not a number*) in later ops, such as infinity minus infinity.
 #
-# The fp8 format E4M3 [has no infinity](https://arxiv.org/abs/2209.05433). Depending on the version of
-# PyTorch, a number that is too large becomes 448 or NaN. <!-- tests/notebooks/test_01_number_formats.py -->
+# The fp8 format E4M3 [has no infinity](https://arxiv.org/abs/2209.05433). In PyTorch, a number that is too large
+# becomes 448 or NaN. <!-- tests/notebooks/test_01_number_formats.py -->
 #
 # ## Underflow
 #

@@ -79,8 +79,8 @@ assert defaults == [torch.bfloat16] + [torch.float16] * 3
 #
 # 1. **Is the call eligible?** [Some tensors and some calls](#What-is-eligible,-and-what-is-not) are not eligible.
 # 2. **Is the op on the list of this backend?** If not, PyTorch's usual rules apply: the sum of an fp32
-#    matrix and a 16-bit matrix is fp32. (Such an op may call a listed op: on a CPU, `einsum` calls `bmm` and returns
-#    bf16.) <!-- tests/notebooks/test_02_autocast_dtypes.py -->
+#    matrix and a 16-bit matrix is fp32. (Such an op may call a listed op: on a CPU, `einsum("ij,jk->ik", a, b)` calls
+#    `bmm` and returns bf16.) <!-- tests/notebooks/test_02_autocast_dtypes.py -->
 # 3. **Which policy does the op have there?**
 #
 # ## Find the policy of an op

@@ -195,7 +195,8 @@ assert (scaler.get_scale(), good_steps) == (4096, 1)
 # 2. `step`, once for each optimizer;
 # 3. `update`, once.
 #
-# A second `unscale_` for the same optimizer [raises an error](08c_scaler.ipynb#Gradients-are-unscaled-twice).
+# A second `unscale_` for the same optimizer before `update` [raises an
+# error](08c_scaler.ipynb#Gradients-are-unscaled-twice).
 #
 # ## An overflow: the step is skipped, the scale halves
 #

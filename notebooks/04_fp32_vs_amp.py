@@ -278,7 +278,8 @@ assert inference_flops < 0.5 * training_flops  # the backward pass is most of a 
 #
 # Autograd saves tensors for the backward pass. `saved_bytes` adds up the sizes of these tensors, except the
 # parameters, with [hooks](https://docs.pytorch.org/tutorials/intermediate/autograd_saved_tensors_hooks_tutorial.html).
-# On most GPUs, `measure` also returns the peak memory of the step. <!-- tests/core/test_timing.py -->
+# On most GPUs, `measure` also returns the peak memory of the step.
+# <!-- tests/notebooks/test_04_fp32_vs_amp.py --> <!-- tests/core/test_timing.py -->
 
 # %% tags=["nbval-ignore-output"]
 saved_mib, peak_mib = {}, {}
@@ -332,7 +333,7 @@ for task, (fp32_s, amp_s) in article.items():
 #
 # ## Summary
 #
-# - AMP changed or added four lines in the training step, and one more line creates the scaler.
+# - AMP with a scaler takes five lines: four in the training step, and one that creates the scaler.
 # - To see whether reduced precision costs accuracy, compare the losses of several seeds.
 # - To measure time, warm up, synchronise and repeat. Time the precisions in turns, and give an interval. Say whether
 #   the baseline is FP32 or TF32.

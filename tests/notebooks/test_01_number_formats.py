@@ -39,6 +39,8 @@ def test_the_relative_spacing_is_eps_at_normal_powers_of_two_and_1_at_the_smalle
     of_normal = {s for e, s in zip(exponents, spacing, strict=True) if e >= normal}
     assert of_normal == {LIMITS[name].eps}
     assert spacing[0] == 1  # the smallest number and the next: it, and twice it
+    of_subnormal = [s for e, s in zip(exponents, spacing, strict=True) if e < normal]
+    assert of_subnormal == sorted(set(of_subnormal), reverse=True)  # smaller number, larger spacing
 
 
 def test_the_relative_spacing_falls_to_half_before_the_next_power_of_two():

@@ -70,6 +70,7 @@ def test_an_op_that_is_not_listed_may_call_one_that_is():
     assert has_rule("aten::bmm", "AutocastCPU")
     wide = torch.rand(4, 4)
     assert dtype_of(torch.einsum, "ij,jk->ik", wide, wide) is BF16
+    assert dtype_of(torch.einsum, "ij,ij->ij", wide, wide) is torch.float32  # without `bmm`
 
 
 def test_float64_and_integers_are_not_cast_and_do_not_mix():
