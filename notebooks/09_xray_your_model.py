@@ -95,8 +95,8 @@ class Tracer(TorchDispatchMode):
 
 
 # %% [markdown]
-# **Pretend to have the device.** Autocast's decisions do not depend on values. They depend on the op, its dtypes and
-# options, and the device type. A [*fake
+# **Pretend to have the device.** Autocast's decisions do not depend on values. They depend on the op with its dtypes
+# and options, and on autocast's device type and dtype. A [*fake
 # tensor*](https://docs.pytorch.org/docs/stable/user_guide/torch_compiler/torch.compiler_fake_tensor.html) has a dtype
 # and a device, but no data. So you do not need the device. Without CUDA, `torch.autocast("cuda")` [disables
 # autocast](https://github.com/pytorch/pytorch/blob/main/torch/amp/autocast_mode.py), so `rules_of` sets autocast's
@@ -309,7 +309,7 @@ for backend in BACKENDS:
     assert in_fp32 == ("fp32", "fp32")
 
 # %% [markdown]
-# Without `.float()`, this happens on a GPU in eager mode (without `torch.compile`):
+# Without `.float()`, this happens on CUDA in eager mode (without `torch.compile`):
 #
 # 1. `F.cross_entropy` calls `log_softmax` [with `dtype=` set to the dtype of the
 #    logits](https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/native/LossNLL.cpp), here fp16.

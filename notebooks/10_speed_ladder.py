@@ -64,7 +64,7 @@ for name, operations, numbers in (
 # The plain step runs in FP32. The rungs use the 16-bit precision that `amp-lab doctor` recommends for
 # this device. If it recommends none, the rungs use bf16. <!-- tests/core/test_device.py -->
 #
-# On Linux with glibc, `keep_memory()` makes glibc reuse the memory of freed CPU tensors. Without this setting, [fp32
+# On Linux on x86-64, `keep_memory()` makes glibc reuse the memory of freed CPU tensors. Without this setting, [fp32
 # can look too slow](../docs/hardware.md#memory-allocation-can-make-fp32-look-slow).
 
 # %% tags=["nbval-ignore-output"]
@@ -254,7 +254,7 @@ assert difference > 0
 
 # %% tags=["nbval-ignore-output"]
 def run_steps(precision, step):
-    """Run `config["steps"]` steps: several at full scale, so that a GPU never waits for the host."""
+    """Run `config["steps"]` steps: several at full scale, so that a GPU waits less for the host."""
     with precision.float32_mode(device.type):
         for _ in range(config["steps"]):
             step()

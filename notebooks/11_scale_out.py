@@ -308,9 +308,9 @@ for n in counts[1:]:
 # %% [markdown]
 # All set-ups have nearly the same losses as one process. In fp32, the losses are far closer than in bf16.
 #
-# **If you keep the size of the global batch (of all ranks together), you can keep the learning rate**: with a mean
-# loss and equal shares, the ranks' average is the gradient of the whole batch. But a model with plain batch norm has
-# other training losses, because each rank normalises over only its part of the batch.
+# **If you keep the size of the global batch (of all ranks together), you can keep the learning rate**: if the loss is
+# a mean over samples and the shares are equal, the ranks' average is the gradient of the whole batch. But a model with
+# plain batch norm has other training losses, because each rank normalises over only its part of the batch.
 # <!-- tests/notebooks/test_11_scale_out.py -->
 #
 # ## What does each rank send and hold?
@@ -395,10 +395,11 @@ assert decided[0]["DDP", "gradient"][1] == []
 # %% [markdown]
 # Rank 0 does not skip with DDP if the gradient overflows after the average.
 #
-# - **DDP:** an overflow in one rank's batch makes the average inf or NaN on all ranks, so all scalers skip the step.
+# - **DDP:** if one rank's gradients have inf or NaN before the average, all ranks have inf or NaN after it, so all
+#   scalers skip the step.
 # - **FSDP2:** `unscale_` shares its overflow flag with all ranks.
 #
-# So if the overflow comes from a batch, a plain `GradScaler` is enough with both engines.
+# So if the overflow comes from a batch, a plain `GradScaler` is enough with DDP and FSDP2.
 #
 # If you average gradients yourself, **average them before `unscale_`**, because `unscale_` checks for overflows.
 # Otherwise only the rank with the overflow skips its step. <!-- tests/notebooks/test_exercises.py -->
@@ -411,12 +412,14 @@ assert decided[0]["DDP", "gradient"][1] == []
 #
 # A sharded model can be saved on four ranks and resumed on two, with
 # [`torch.distributed.checkpoint`](https://docs.pytorch.org/tutorials/recipes/distributed_checkpoint_recipe.html). With
-# fp16, also save the scaler's `state_dict()`, and load it on every rank. <!-- tests/notebooks/test_11_scale_out.py -->
+# fp16, also save the scaler's `state_dict()`, and load it on every rank.
+# <!-- tests/train/test_parallel_run.py, tests/notebooks/test_11_scale_out.py -->
 #
 # ## Summary
 #
 # - With the same global batch, DDP and FSDP2 trained our model like one process, up to rounding.
-# - DDP sends the gradients of fp32 weights in fp32, with or without autocast. A communication hook can cast them.
+# - By default, DDP sends the gradients of fp32 weights in fp32, with or without autocast. A communication hook can
+#   cast them.
 # - FSDP2 divides weights, gradients and optimizer state among the ranks. It gathers weights in `param_dtype` and sums
 #   gradients in `reduce_dtype`. Sum in fp32.
 # - The scalers of all ranks must make the same decision. If you average gradients yourself, average them before
@@ -437,8 +440,8 @@ exercises = checks_of("11_scale_out")
 # %% [markdown]
 # ### 1. How much does a rank send?
 #
-# We train an fp32 model of 100 million parameters with DDP on 8 ranks, under bf16 autocast and without a communication
-# hook. How many MB (10^6 bytes) does each rank send in a step?
+# We train an fp32 model of 100 million parameters with DDP on a ring of 8 ranks, under bf16 autocast and without a
+# communication hook. How many MB (10^6 bytes) does each rank send in a step?
 
 # %%
 megabytes = ...
@@ -447,8 +450,8 @@ exercises.check_megabytes(megabytes)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# The gradients go through an `all_reduce`. In a ring of n ranks, each rank then sends 2(n-1)/n times the
-# bytes of the gradients. Which dtype do gradients have under autocast if the weights are fp32?
+# The gradients go through an `all_reduce`. In a ring of n ranks, each rank sends 2(n-1)/n times the bytes of the
+# gradients. Which dtype do gradients have under autocast if the weights are fp32?
 #
 # </details>
 #

@@ -341,9 +341,9 @@ for backend, record in trained.items():
 #
 # ## A mistake in a custom step
 #
-# `apply` of a `LossScaleOptimizer` divides the gradients by the scale, even if they are not scaled. So the steps
-# become too short if you forget `scale_loss`, or if you divide the gradients yourself. There is no error. We move a
-# weight with a scaled gradient and with one that is not scaled:
+# `apply` of a `LossScaleOptimizer` divides the gradients by the scale, even if they are not scaled. So the steps can
+# become too short if you forget `scale_loss` or divide the gradients yourself. There is no error. We move a weight
+# with a scaled gradient and with one that is not scaled:
 
 # %%
 gradient = ops.convert_to_tensor([0.5])
@@ -360,7 +360,7 @@ for kind, rate in ((keras.optimizers.SGD, 1.0), (keras.optimizers.Adam, 0.1)):
 # %% [markdown]
 # With SGD, the step without scaling is 2¹⁵ times too short. In its first step, Adam divides the gradient by its
 # magnitude plus a small epsilon. Our gradient divided by the scale is so small that epsilon matters: the step is 0.08
-# instead of 0.1. For a smaller gradient, the step is much shorter.
+# instead of 0.1. A smaller gradient makes the step even shorter.
 # <!-- tests/notebooks/test_12_keras.py -->
 #
 # ## The names of TensorFlow 2.x (optional)

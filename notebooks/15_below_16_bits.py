@@ -334,8 +334,8 @@ report
 # <!-- tests/formats/test_rehearsal.py -->
 #
 # - `blocks.1.up` and `blocks.1.down`: these two layers lose accuracy in all four formats because of the large feature.
-# - `token.weight`: the head and the embedding share this weight. Here, the output size of the head (88) is not a
-#   [multiple of 16](08g_speed_and_memory.ipynb#A-size-is-not-a-multiple-of-16-or-8).
+# - `token.weight`: the head and the embedding share this weight. In this run, the output size of the head (88) is not
+#   a [multiple of 16](08g_speed_and_memory.ipynb#A-size-is-not-a-multiple-of-16-or-8).
 #
 # The *error* rows show the errors of the whole model with all layers rounded except the starred ones. One accurate
 # step does not mean that the model learns. To test learning, run `amp-lab rehearse` with `--steps 20`.
@@ -420,8 +420,8 @@ for kind_of_values, (left, right) in (("both signs", rows), ("one sign", rows.ab
 # | AMD MI350 | yes | MXFP8, MXFP4 |
 #
 # Sources: [NVIDIA](https://nvidia.github.io/TransformerEngine/support_matrix.html),
-# [CUTLASS](https://github.com/NVIDIA/cutlass/blob/main/media/docs/cpp/blackwell_functionality.md) for
-# MXFP4, and [AMD](https://rocm.docs.amd.com/en/latest/reference/precision-support.html).
+# [CUTLASS](https://github.com/NVIDIA/cutlass/blob/main/media/docs/cpp/blackwell_functionality.md) for MXFP4 and 12.x,
+# and [AMD](https://rocm.docs.amd.com/en/latest/reference/precision-support.html).
 #
 # MI300 uses variants of E4M3 and E5M2 called *fnuz*. In fnuz, the same bits usually mean half as large a number:
 
