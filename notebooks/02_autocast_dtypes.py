@@ -64,7 +64,7 @@ assert defaults == [torch.bfloat16] + [torch.float16] * 3
 # ## Four things that can happen to an op
 #
 # Each backend has a [list of ops](https://docs.pytorch.org/docs/stable/amp.html#autocast-op-reference). An op
-# on the list usually has one of three policies. Autocast leaves ops that are not on the list alone.
+# on the list usually has one of three policies. Autocast leaves all other ops alone.
 #
 # | policy | what autocast does | typical ops |
 # |---|---|---|
@@ -101,11 +101,11 @@ assert table["mse_loss"] == table["cross_entropy"] == table["add fp32"] == ["fp3
 assert table["relu"] == table["add"] == table["mean"] == ["fp32", SHORT[low]]
 
 # %% [markdown]
-# Read the rows like this:
+# Each row shows the policy of the op, or of an op that it calls:
 #
-# - **Low precision in both columns:** the policy is *lower precision*.
-# - **fp32 in both columns:** the policy of the op, or of an op that it calls, is *fp32*. The row `add fp32` is an
-#   exception: its second summand is always fp32, so PyTorch itself promotes the sum.
+# - **Low precision in both columns:** *lower precision*.
+# - **fp32 in both columns:** *fp32*. The row `add fp32` is an exception: its second summand is always fp32, so
+#   PyTorch itself promotes the sum.
 # - **The input's dtype in each column:** the op is not on the list of this device. (An op with the policy
 #   *promote* would look the same, because we pass a single matrix.)
 #

@@ -159,8 +159,8 @@ assert layer.weight.grad.dtype is torch.float32
 # fp32, the dtype of their parameters.
 #
 # `unscale_` divides the gradients by the scale, in place, and records whether any of them is infinite or
-# NaN. Call `unscale_` before you read or change gradients, for example to clip them. If you do not call it,
-# `step` [unscales the gradients itself](https://docs.pytorch.org/docs/stable/notes/amp_examples.html).
+# NaN. Call `unscale_` before you read or change gradients, for example to clip them. Without this call, `step`
+# [unscales the gradients itself](https://docs.pytorch.org/docs/stable/notes/amp_examples.html).
 
 # %%
 scaler.unscale_(optimizer)  # AMP: optional
