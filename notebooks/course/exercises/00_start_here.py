@@ -18,11 +18,14 @@ def check_needs_scaler(needs_scaler: Callable[[torch.dtype], bool]) -> str:
         answer = call(needs_scaler, dtype)
         need(
             bool(answer) == needed,
-            f"For {dtype} you say {bool(answer)}. Its smallest normal number is "
-            f"{torch.finfo(dtype).smallest_normal:.3g}, and fp32's is {tiny:.3g}: would it lose "
-            "gradients that fp32 keeps?",
+            f"For {dtype}, you answered {bool(answer)}. Its smallest normal number is "
+            f"{torch.finfo(dtype).smallest_normal:.3g}, that of fp32 is {tiny:.3g}. Does this "
+            "dtype lose gradients that fp32 keeps?",
         )
-    return "Only fp16 has a larger smallest normal number than fp32, so only fp16 needs a scaler."
+    return (
+        "Only the smallest normal number of fp16 is larger than that of fp32, so only fp16"
+        " needs a scaler."
+    )
 
 
 class _Watched(nn.Module):
@@ -63,28 +66,29 @@ def check_marked_lines(amp_step: Callable[..., Any]) -> str:
     model, loss, before = _step(amp_step, 2.0**8)
     need(
         model.forward_on and model.forward_dtype is torch.bfloat16,
-        "The forward pass did not run under autocast in bfloat16: put the call of the model into "
-        "`with torch.autocast(device.type, dtype=torch.bfloat16):`.",
+        "The forward pass did not run under autocast in bfloat16. Call the model inside `with"
+        " torch.autocast(device.type, dtype=torch.bfloat16):`.",
     )
     after = model.layer.weight.detach()
     need(
         not torch.equal(after, before),
-        "The weights did not move. The scaler has to scale the loss, then to step, then to update.",
+        "The weights did not move. Scale the loss, call `backward()`, and then call "
+        "`scaler.step` and `scaler.update`.",
     )
     need(
         not model.backward_on,
-        "The backward pass ran inside the autocast block, which PyTorch advises against: end the "
-        "block before it. The weights moved all the same, so nothing warns you.",
+        "The backward pass ran inside the autocast block. PyTorch advises against this. End "
+        "the block before `backward()`. No error tells you, because the weights still move.",
     )
     moved = float((after - before).abs().max())
-    need(moved < 1e3, "The gradients of an earlier step were still there: call zero_grad first.")
+    need(moved < 1e3, "The gradients of an earlier step were still there. Call `zero_grad` first.")
     need(
         moved < 1,
-        f"A weight moved by {moved:.3g}, as if its gradient had been multiplied by the scale: only "
-        "`scaler.step` divides it again.",
+        f"A weight moved by {moved:.3g}, as if its gradient were still multiplied by the "
+        "scale. Only `scaler.step` divides it by the scale.",
     )
     need(
         isinstance(loss, torch.Tensor) and bool(loss.isfinite()) and float(loss) < 10,
-        "Return the loss itself, before it is scaled.",
+        "Return the loss itself, not the scaled loss.",
     )
-    return "Autocast around forward pass and loss, and the scaler around the rest."
+    return "Autocast covers only the forward pass and the loss, and the scaler does the rest."

@@ -14,22 +14,22 @@ def check_first_missing(number: int) -> str:
     """The first positive whole number that bf16 does not have."""
     is_number = isinstance(number, int | float)
     is_positive_and_whole = is_number and number > 0 and number == int(number)
-    need(is_positive_and_whole, f"It is a positive whole number; this is {number!r}.")
+    need(is_positive_and_whole, f"The answer is a positive whole number, but you gave {number!r}.")
     held = torch.tensor(float(number)).bfloat16().item()
     need(
         held != number,
-        f"bf16 does hold {number:g}: it is a multiple of the spacing there. Look for the first "
-        "number that is no multiple of the spacing.",
+        f"bf16 can represent {number:g}, because it is a multiple of the spacing there. Find "
+        "the first number that is not a multiple of the spacing.",
     )
     whole = torch.arange(1.0, 1025.0)
     is_missing = whole.bfloat16().float() != whole
     first = whole[is_missing][0].item()
     need(
         first == number,
-        f"bf16 does not hold {number:g}, but a smaller number is missing already. From which power "
-        "of two on is the spacing larger than 1?",
+        f"bf16 cannot represent {number:g}, but this is not the first such number. From which "
+        "power of two on is the spacing larger than 1?",
     )
-    return f"bf16 makes {held:g} of {number:g}: from {number - 1:g} on it has only even numbers."
+    return f"bf16 rounds {number:g} to {held:g}. From {number - 1:g} on, it has only even numbers."
 
 
 @exercise
@@ -39,19 +39,22 @@ def check_sum_stops(number: float) -> str:
     while total + addend > total:
         total = total + addend
     last = total.item()
-    need(isinstance(number, int | float), f"It is a number; this is {number!r}.")
+    need(isinstance(number, int | float), f"The answer is a number, but you gave {number!r}.")
     exponent = math.floor(math.log2(max(abs(number), 1.0)))
     spacing = torch.finfo(torch.float16).eps * 2.0**exponent
     need(
         number >= last,
-        f"At {number:g} the spacing is {spacing:g}, and 0.1 is more than half of it, so the sum "
+        f"At {number:g}, the spacing is {spacing:g}. 0.1 is more than half of it, so the sum "
         "still grows there.",
     )
     need(
         number == last,
-        f"The sum never gets as far as {number:g}: 0.1 is lost at a smaller power of two already.",
+        f"The sum does not reach {number:g}. It stops growing at a smaller power of two.",
     )
-    return f"At {number:g} the spacing is {spacing:g}, and 0.1 is less than half of it."
+    return (
+        f"At {number:g}, the spacing is {spacing:g}. 0.1 is less than half of it, so the "
+        "sum stops growing."
+    )
 
 
 _VECTORS = {
@@ -71,19 +74,19 @@ def check_length(length: Callable[..., Any]) -> str:
         error = abs(found / right - 1)
         need(
             math.isfinite(found),
-            f"For {what} it returns {found:g}, where {right:.5g} is right: something overflows "
-            "before the cast. What is the largest number that is computed in fp16?",
+            f"For {what}, your function returns {found:g} instead of {right:.5g}: a value "
+            "overflows before the cast. What is the largest number that you compute in fp16?",
         )
         need(
             found > 0,
-            f"For {what} it returns 0, where {right:.3g} is right: the squares underflow.",
+            f"For {what}, your function returns 0 instead of {right:.3g}: the squares underflow.",
         )
         need(
             error < 1e-5,
-            f"For {what} it returns {found:.7g}, where {right:.7g} is right: a rounding to 16 bits "
-            "is still in it.",
+            f"For {what}, your function returns {found:.7g} instead of {right:.7g}: a value is"
+            " still rounded to 16 bits.",
         )
-    return "Large, small and many components all have the length that they have in fp64."
+    return "The lengths of vectors with large, small and many components agree with fp64."
 
 
 def _overflows(gradients: torch.Tensor, scale: float) -> bool:
@@ -102,17 +105,17 @@ def check_largest_scale(largest_scale: Callable[..., Any]) -> str:
         is_power_of_two = scale > 0 and math.log2(scale).is_integer()
         need(
             is_power_of_two,
-            f"For {values} it returns {scale:g}, which is not a power of two: a scale that is not "
-            "would round every gradient once more.",
+            f"For {values}, your function returns {scale:g}. This is not a power of two, so "
+            "multiplying by it rounds the gradients again.",
         )
         largest = scale * gradients.abs().max().item()
         need(
             not _overflows(gradients, scale),
-            f"For {values} it returns {scale:g}, and {largest:g} overflows: the largest magnitude "
-            "decides, with either sign.",
+            f"For {values}, your function returns {scale:g}, and {largest:g} overflows. The "
+            "largest magnitude decides, whatever its sign.",
         )
         need(
             _overflows(gradients, 2 * scale),
-            f"For {values} it returns {scale:g}, and twice as much would still fit.",
+            f"For {values}, your function returns {scale:g}, but twice this scale also fits.",
         )
-    return "With twice this scale the largest gradient would be infinite, whatever its sign."
+    return "With twice this scale, the largest gradient would be infinite, whatever its sign."

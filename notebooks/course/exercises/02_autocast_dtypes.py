@@ -13,9 +13,9 @@ _SHORT = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 _REASONS = {
     "a": "`x @ w` is a matmul.",
     "b": "`relu` is not on the list.",
-    "c": "`+` is not on the list, and its inputs differ.",
-    "d": "`mse_loss` is on the list, with one of the policies.",
-    "e": "autocast stops at the end of the block, and changes no tensor that exists.",
+    "c": "`+` is not on the list, and its inputs have different dtypes.",
+    "d": "`mse_loss` is on the list. Which policy does it have?",
+    "e": "after the block, autocast no longer casts, and `e` already exists.",
 }
 
 
@@ -37,8 +37,11 @@ def check_dtypes(dtypes: list[str]) -> str:
         'The answer is a list of five strings, each "fp32" or "bf16".',
     )
     for name, given, found in zip(_REASONS, dtypes, right, strict=True):
-        need(given == found, f"`{name}` is not {given}. Think again: {_REASONS[name]}")
-    return "The matmul lowers, the mixed sum and the loss are fp32, and `e` has the dtype of `a`."
+        need(given == found, f"`{name}` is not {given}. A hint: {_REASONS[name]}")
+    return (
+        "The matmul returns bf16, the mixed sum and the loss are fp32, and `e` has the "
+        "dtype of `a`."
+    )
 
 
 @exercise
@@ -50,23 +53,27 @@ def check_island(square_in_fp32: Callable[..., Any]) -> str:
         for enabled in (True, False):
             with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
                 found = call(square_in_fp32, matrix)
-            where = f"For a {_SHORT[matrix.dtype]} matrix, autocast {'on' if enabled else 'off'},"
+            where = (
+                f"For an input in {_SHORT[matrix.dtype]}, with autocast "
+                f"{'on' if enabled else 'off'},"
+            )
             need(
                 found.dtype is torch.float32,
                 f"{where} the result is {found.dtype}: "
                 + (
-                    "the island switches casting off, and changes no dtype that comes in."
+                    "`enabled=False` turns casting off, but does not change the dtype of the "
+                    "inputs."
                     if matrix.dtype is torch.bfloat16
-                    else "autocast has cast the matrix down again."
+                    else "autocast has cast the matrix to bf16 again."
                 ),
             )
             right = matrix.double() @ matrix.double()
             need(
                 torch.allclose(found.double(), right, rtol=1e-5),
-                f"{where} the result is fp32, but its values are rounded to bf16: the cast comes "
-                "too late.",
+                f"{where} the result is fp32, but its values are rounded to bf16: the cast "
+                "comes too late.",
             )
-    return "Every matmul is computed in fp32, whatever comes in and wherever it is called."
+    return "Every matmul runs in fp32, for each input dtype, with and without autocast."
 
 
 class _Casts(TorchDispatchMode):
@@ -88,13 +95,19 @@ def check_casts(number: int) -> str:
     with _Casts() as casts, torch.autocast("cpu", dtype=torch.bfloat16):
         for _ in range(3):
             x @ w
-    need(number != 6, "6 would be right without a cache: one of the two is cast only once.")
-    need(number != 2, "2 would be right if the cache kept both. What must a tensor be to be kept?")
+    need(
+        number != 6,
+        "6 would be right without a cache. But autocast casts one of the two tensors only once.",
+    )
+    need(
+        number != 2,
+        "2 would be right if the cache stored both casts. Which tensors does the cache store?",
+    )
     need(
         number == casts.count,
-        f"{number} is not it. Count the casts of `x` and those of `w` by themselves.",
+        f"{number} is wrong. Count the casts of `x` and the casts of `w` separately.",
     )
-    return f"{casts.count} casts: those of `x` in every matmul, and one of `w`."
+    return f"{casts.count} casts: `x` is cast in every matmul, and `w` only once."
 
 
 @exercise
@@ -117,10 +130,15 @@ def check_policy(policy: Callable[..., Any]) -> str:
         if out[0] is out[1]:
             right = "fp32" if out[0] is torch.float32 else "lower precision"
         found = call(policy, op)
-        need(found in names, f"For `{name}` it returns {found!r}, which is none of the three.")
+        need(
+            found in names,
+            f"For `{name}`, your function returns {found!r}, which is not one"
+            " of the three policies.",
+        )
         need(
             found == right,
-            f"For `{name}` it returns {found!r}. An fp32 matrix gives {_SHORT[out[0]]} there, and "
-            f"a bf16 matrix {_SHORT[out[1]]}: no single call tells all three policies apart.",
+            f"For `{name}`, your function returns {found!r}. With an fp32 matrix, the op "
+            f"returns {_SHORT[out[0]]}, and with a bf16 matrix {_SHORT[out[1]]}. You need both"
+            " calls to tell the three policies apart.",
         )
-    return "Seven ops, three policies, and each is found by what comes out for two dtypes."
+    return "The two output dtypes of an op tell the three policies apart."

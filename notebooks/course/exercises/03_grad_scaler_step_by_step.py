@@ -22,24 +22,25 @@ def check_smallest_scale(scale: float) -> str:
     """The smallest power of two with which a gradient of 2^-26 survives fp16."""
     need(
         isinstance(scale, int | float) and scale > 0 and math.log2(scale).is_integer(),
-        f"A loss scale is a positive number, and a power of two here; this is {scale!r}.",
+        f"The loss scale is a power of two here, but you gave {scale!r}.",
     )
     scaled = _GRADIENT * scale
     rounded = _in_fp16(scaled)
     need(
         rounded > 0,
-        f"2^-26 times {scale:g} is {scaled:.3g}, which fp16 still rounds to 0: "
-        "its smallest number is 2^-24, and what is at most half of it becomes 0.",
+        f"2^-26 times {scale:g} is {scaled:.3g}. fp16 still rounds this to 0: its smallest "
+        "number is 2^-24, and it rounds half of this number or less to 0.",
     )
     lower = scale / 2
     rounded_lower = _in_fp16(_GRADIENT * lower)
     need(
         rounded_lower == 0,
-        f"It does survive with {scale:g}, and with {lower:g} as well: go lower.",
+        f"The gradient does not become 0 with {scale:g}, but it does not with {lower:g} "
+        "either. Try a smaller scale.",
     )
     return (
-        "2^-26 times 4 is 2^-24, the smallest number that fp16 has. Times 2 it lies exactly "
-        "between 0 and 2^-24, and a tie is rounded to the even one, 0."
+        "2^-26 times 4 is 2^-24, the smallest positive number of fp16. 2^-26 times 2 lies "
+        "halfway between 0 and 2^-24, and PyTorch rounds such a tie to the even neighbor, 0."
     )
 
 
@@ -60,21 +61,22 @@ def check_scale_after(scale: float) -> str:
         history.append(scaler.get_scale())
     need(
         scale != 1024,
-        "1024 would be right if two falls met two rises. Count the good steps in a row again: an "
-        "overflow sets the counter back to 0.",
+        "1024 would be right if the scale had doubled as often as it halved. Count the good "
+        "steps in a row again: an overflow resets the counter to 0.",
     )
     need(
         scale != 2048,
-        "After step 7 the counter stands at 2, not at 3: step 5 had already used up "
-        "the first three.",
+        "After step 7, the counter is 2, not 3. Step 5 doubled the scale and reset the "
+        "counter to 0.",
     )
     need(
         scale == history[-1],
-        f"{scale} is not it. Write the counter of good steps beside each step: at 3 the scale "
-        "doubles, at an overflow it halves, and both set the counter back to 0.",
+        f"{scale} is wrong. Write down the counter of good steps after each step. When it "
+        "reaches 3, the scale doubles. An overflow halves the scale. Both reset the counter "
+        "to 0.",
     )
     scales = ", ".join(f"{value:g}" for value in history)
-    return f"Scales after each step: {scales}."
+    return f"The scale after each step: {scales}."
 
 
 def _clipped_with(step: Callable[..., Any], scale: float) -> tuple[list[torch.Tensor], int]:
@@ -96,7 +98,7 @@ def _distance(parameters: list[torch.Tensor], others: list[torch.Tensor]) -> flo
 
 @exercise
 def check_clipped_step(step: Callable[..., Any]) -> str:
-    """A step that clips the gradients' norm to 1, held against the same in fp32."""
+    """A step that clips the gradients' norm to 1, compared with the same step in fp32."""
 
     def plain(
         loss: torch.Tensor, model: nn.Module, optimizer: torch.optim.Optimizer, _: Any
@@ -112,27 +114,27 @@ def check_clipped_step(step: Callable[..., Any]) -> str:
     wanted = _distance(right, start)
     need(
         moved > 0,
-        "The weights did not move at all: has every one of backward, step and update been called?",
+        "The weights did not move. Do you call `backward`, `step` and `update`?",
     )
     need(
         moved > 0.01 * wanted,
-        f"The weights moved by {moved:.2g} where they should by {wanted:.2g}: the norm was "
-        "taken of gradients that were still multiplied by the scale. Divide them first.",
+        f"The weights moved by {moved:.2g} instead of {wanted:.2g}: you clipped gradients that"
+        " were still multiplied by the scale. Divide them first.",
     )
     need(
         moved < 1.5 * wanted,
-        f"The weights moved by {moved:.2g} where a norm of 1 allows {wanted:.2g}: clip to a norm "
-        "of 1, and clip before the optimizer takes its step.",
+        f"The weights moved by {moved:.2g}, but a norm of 1 allows {wanted:.2g}. Clip to a "
+        "norm of 1 before the optimizer step.",
     )
     for a, b in zip(found, right, strict=True):
         is_same = torch.allclose(a, b, atol=1e-6)
-        need(is_same, "The weights differ from those of a clipped fp32 step.")
+        need(is_same, "The weights differ from the weights after a clipped step in fp32.")
     need(
         good_steps == 1,
-        "The weights are right, but the scaler has not counted a good step: either `update` is "
-        "missing, or the scaler was not used at all.",
+        "The weights are right, but the scaler did not count a good step. Call `update`, and "
+        "use the scaler for the whole step.",
     )
-    return "With a scale of 1024 the weights are those of the clipped fp32 step."
+    return "With a scale of 1024, the weights are the same as after a clipped step in fp32."
 
 
 @exercise
@@ -144,19 +146,22 @@ def check_resumed(resume: Callable[..., Any]) -> str:
     new = call(resume, state)
     kind = type(new).__name__
     is_scaler = isinstance(new, torch.amp.GradScaler)
-    need(is_scaler, f"`resumed_scaler` has to return a GradScaler; this is of type {kind}.")
-    need(new.is_enabled(), "The new scaler is disabled, so it has no scale to go on with.")
+    need(
+        is_scaler,
+        f"`resumed_scaler` must return a GradScaler, but it returned an object of type {kind}.",
+    )
+    need(new.is_enabled(), "The new scaler is disabled, so it has no scale.")
     found = new.state_dict()
     new_scale = found["scale"]
     need(
         new_scale == 2.0**9,
-        f"The new scaler's scale is {new_scale:g} where the old one had come to 512.",
+        f"The scale of the new scaler is {new_scale:g}, but the old scaler had reached 512.",
     )
     has_counter = found["_growth_tracker"] == 4
     has_interval = found["growth_interval"] == 5
     need(
         has_counter and has_interval,
-        "The scale is right, but the number of good steps or the growth interval is lost, so "
+        "The scale is right, but the number of good steps or the growth interval is lost. So "
         "the new scaler doubles its scale in another step than the old scaler.",
     )
-    return "The scale, the growth interval and the number of good steps have not changed."
+    return "The new scaler has the same scale, growth interval and number of good steps."

@@ -16,22 +16,23 @@ def check_speedup(speedup: float) -> str:
     """The speed-up of a step that takes 40 % less time."""
     before, after = 100.0, 60.0
     right = before / after
-    need(isinstance(speedup, int | float), f"A speed-up is a number; this is {speedup!r}.")
+    need(isinstance(speedup, int | float), f"A speed-up is a number, but you gave {speedup!r}.")
     need(
         speedup > 1,
-        f"{speedup:g}x would mean that the step became slower. Put FP32's time above the line.",
+        f"{speedup:g}x would mean that the step became slower. Divide the time in FP32 by the "
+        "new time.",
     )
     need(
         abs(speedup - 1.4) > 0.005,
-        "1.4x is 40 % more speed, and not 40 % less time: that step would take 71 ms instead of "
-        "100 ms.",
+        "1.4x is 40 % more speed, not 40 % less time. With 1.4x, a step would take 71 ms "
+        "instead of 100 ms.",
     )
     need(
         abs(speedup - right) < 0.01,
-        f"A step of 100 ms would take {100 / speedup:.0f} ms with a speed-up of {speedup:g}x. How "
-        "long does it take with 40 % less time?",
+        f"With a speed-up of {speedup:g}x, a step of 100 ms would take {100 / speedup:.0f} ms."
+        " How long does it take with 40 % less time?",
     )
-    return f"100 ms became 60 ms, and half the time would be 2x, so {right:.2f}x is plausible."
+    return f"100 ms become 60 ms. Half the time would be 2x, so {right:.2f}x is plausible."
 
 
 class _Device:
@@ -62,18 +63,18 @@ def check_seconds_of(seconds_of: Callable[..., Any]) -> str:
             mock.patch.object(time, "monotonic", device.clock),
         ):
             found = float(call(seconds_of, device.step, device.wait))
-        took = f"The step takes 25.1 ms, and the stopwatch says {1e3 * found:.1f} ms"
+        took = f"The step takes 25.1 ms, but your stopwatch returns {1e3 * found:.1f} ms"
         need(
             found > 0.02,
-            f"{took}: it stops before the device has done the work.",
+            f"{took}. It stops before the device has finished.",
         )
         need(
             found < 0.05,
-            f"{took}, where the device had 100 ms of older work: that has been timed as well.",
+            f"{took}. The device was still busy with 100 ms of older work, and you timed this too.",
         )
         need(0.0245 < found < 0.0255, f"{took}. Call `step` once.")
-        need(device.queued == 0, "Something is still queued when the clock has been read.")
-    return "It says 25.1 ms, whether the device had older work or not."
+        need(device.queued == 0, "The device has not finished when you read the clock.")
+    return "Your stopwatch returns 25.1 ms, even if the device was busy before."
 
 
 @exercise
@@ -88,34 +89,35 @@ def check_paired(paired: Callable[..., Any]) -> str:
     found = call(paired, fp32.clone(), bf16.clone())
     need(
         isinstance(found, tuple | list) and len(found) == 2,
-        "Return two numbers: the mean difference, and its standard error.",
+        "Return two numbers: the mean difference and its standard error.",
     )
     mean_found, error_found = float(found[0]), float(found[1])
     need(
         not math.isclose(mean_found, -mean, rel_tol=1e-4),
-        "The mean difference has the wrong sign: a loss that is higher in bf16 makes it positive.",
+        "The mean difference has the wrong sign. It is positive if the loss is higher in bf16.",
     )
     need(
         math.isclose(mean_found, mean, rel_tol=1e-4),
-        f"The mean difference is {mean_found:.4g}, and should be {mean:.4g}.",
+        f"The mean difference is {mean:.4g}, but you returned {mean_found:.4g}.",
     )
     need(
         not math.isclose(error_found, apart, rel_tol=0.1),
-        f"A standard error of {error_found:.2g} is that of two separate groups: the spread of the "
-        "seeds is still in it. Take the spread of the differences.",
+        f"{error_found:.2g} is the standard error for two separate groups. It includes the "
+        "differences between seeds. Compute the standard error from the differences of each "
+        "seed.",
     )
     need(
         not math.isclose(error_found, error * math.sqrt(20), rel_tol=0.06),
-        f"{error_found:.2g} is the spread of a single difference. The mean of twenty is known more "
-        "exactly than one of them.",
+        f"{error_found:.2g} is the standard deviation of a single difference. The mean of "
+        "twenty differences is more precise.",
     )
     need(
         math.isclose(error_found, error, rel_tol=0.06),
-        f"The standard error is {error_found:.2g}, which is not that of the differences' mean.",
+        f"{error_found:.2g} is not the standard error of the mean difference.",
     )
     return (
-        f"{mean:.3f} with a standard error of {error:.4f}: clearly not zero, though the seeds "
-        f"differ by {fp32.std():.2f}."
+        f"The mean difference is {mean:.3f}, with a standard error of {error:.4f}. It is "
+        f"clearly not zero, although the losses of the seeds differ by {fp32.std():.2f}."
     )
 
 
@@ -124,16 +126,16 @@ def check_memory_share(share: float) -> str:
     """The share of FP32's memory that a step with AMP needs."""
     states, activations = 100 * (4 + 4 + 8), 400  # MB
     right = (states + activations / 2) / (states + activations)
-    need(isinstance(share, int | float), f"A share is a number; this is {share!r}.")
-    need(0 < share < 1, f"A share lies between 0 and 1; this is {share:g}.")
+    need(isinstance(share, int | float), f"A share is a number, but you gave {share!r}.")
+    need(0 < share < 1, f"A share lies between 0 and 1, but you gave {share:g}.")
     need(
         abs(share - 0.5) > 0.01,
-        "Half would be right if everything were half as wide. What does autocast leave in fp32?",
+        "Half would be right if autocast stored everything in 16 bits. What stays in fp32?",
     )
     need(
         abs(share - right) < 0.005,
-        f"With {share:g} a step would need {share * (states + activations):.0f} MB of "
-        f"{states + activations} MB. Write down the four parts in both precisions: only one of "
-        "them changes.",
+        f"With {share:g}, a step would need {share * (states + activations):.0f} MB instead of"
+        f" {states + activations} MB. Write down the four parts in both precisions. Only one "
+        "of them changes.",
     )
-    return "Only the activations shrink, and here they are a fifth of the memory."
+    return "Only the activations become smaller, and they are a fifth of the memory here."

@@ -16,21 +16,22 @@ def check_needed_difference(points: float) -> str:
     spread, error = 0.5, 100 * (0.9 * (1 - 0.9) / 900) ** 0.5
     need(
         abs(points - (spread + 2 * error) / 100) > 1e-6,
-        f"{points:g} is a share between 0 and 1; the question asks for points, hundredths of one.",
+        f"{points:g} is a share between 0 and 1. The question asks for percentage points.",
     )
     need(
         abs(points - 2 * error) > 1e-6,
-        "Those are the two standard errors. Seeds differ as well, which comes on top.",
+        "You counted only the two standard errors. Add the difference between seeds.",
     )
     need(
         abs(points - spread - error) > 1e-6,
-        "You have added one standard error; the yardstick allows two.",
+        "You added one standard error, but the yardstick uses two.",
     )
     need(
         abs(points - spread - 2 * error) < 1e-6,
-        f"{points:g} is not it. Work out the standard error of 90 % on 900 images, in points.",
+        f"{points:g} is wrong. Compute the standard error of 90 % accuracy on 900 images, in "
+        "percentage points.",
     )
-    return f"Two standard errors of {error:.0f} point each, and {spread} points between the seeds."
+    return f"Two standard errors of {error:.0f} point each, plus {spread} points between the seeds."
 
 
 @exercise
@@ -38,7 +39,7 @@ def check_speedups(speedups: Sequence[float]) -> str:
     """Speed-ups of a step of three parts, as a whole, from the times of its parts."""
     need(
         isinstance(speedups, list | tuple) and len(speedups) == 2,
-        f"The answer is two numbers, such as (2.0, 3.0); this is {speedups!r}.",
+        f"The answer is two numbers, such as (2.0, 3.0), but you gave {speedups!r}.",
     )
     fp32 = {"pointwise": 60, "depthwise": 30, "rest": 10}
     factors = {"pointwise": 2, "depthwise": 0.5, "rest": 1}
@@ -49,26 +50,27 @@ def check_speedups(speedups: Sequence[float]) -> str:
     islands = total / sum(ms / factors[part] for part, ms in fp32.items())
     need(
         abs(speedups[0] - mean) > 0.01,
-        "The first number is the mean of three speed-ups, but the parts do not take equally long.",
+        "The first number is the mean of three speed-ups. But the three parts do not take the"
+        " same time.",
     )
     need(
         abs(speedups[0] - total / 75) > 0.01,
-        "In the first number the depthwise layers gain: half as fast means that they take twice "
-        "their 30 ms.",
+        "In the first number, the depthwise layers became faster. Half as fast means that "
+        "they take twice their 30 ms.",
     )
     need(
         abs(speedups[0] - plain) < 0.01,
-        f"{speedups[0]:g} is not the speed-up of plain autocast: add up the milliseconds of the "
-        "three parts, and divide the 100 ms by them.",
+        f"{speedups[0]:g} is not the speed-up with autocast alone. Add up the milliseconds of "
+        "the three parts, and divide 100 ms by the sum.",
     )
     need(
         abs(speedups[1] - islands) < 0.01,
-        f"Plain autocast is right, but {speedups[1]:g} is not the second: the depthwise layers "
-        "take their 30 ms again, and the pointwise ones keep what they have gained.",
+        f"The first number is right, but {speedups[1]:g} is not the second. The depthwise "
+        "layers take 30 ms again, and the pointwise layers stay as fast as under autocast.",
     )
     return (
-        f"{plain:.2f}x with plain autocast, since one part loses what another gains, and "
-        f"{islands:.2f}x without that part."
+        f"Autocast alone gives {plain:.2f}x, because the depthwise layers become slower. With "
+        f"these layers in fp32, it is {islands:.2f}x."
     )
 
 
@@ -83,18 +85,19 @@ def _tiny() -> tuple[nn.Linear, torch.optim.SGD, list[list[tuple[torch.Tensor, t
 
 @exercise
 def check_mended_loop(loop: Callable[..., Any]) -> str:
-    """A loop in fp16 with one scaler that takes the steps, held against the same in fp32."""
+    """A loop in fp16 with one scaler, compared with the same loop in fp32."""
     model, optimizer, epochs = _tiny()
     scaler = call(loop, model, optimizer, epochs)
     need(
         isinstance(scaler, torch.amp.GradScaler),
-        f"Return the scaler, so that it can be looked at; this is {type(scaler).__name__}.",
+        "Return the scaler, because the check reads it. You returned an object of type "
+        f"{type(scaler).__name__}.",
     )
     found, (reference, optimizer, epochs) = model.weight.detach(), _tiny()
     need(
         bool(found.isfinite().all()),
-        "The weights are no longer finite: the gradients of one batch are infinite, and the "
-        "optimizer has taken that step all the same. Somebody has to ask first.",
+        "The weights are inf or NaN. The gradients of one batch are infinite, but the "
+        "optimizer took this step. Check the gradients before the step.",
     )
     for images, targets in (epochs[0] + epochs[1])[1:]:
         F.cross_entropy(reference(images), targets).backward()
@@ -103,17 +106,17 @@ def check_mended_loop(loop: Callable[..., Any]) -> str:
     far = (found - reference.weight.detach()).abs().max().item()
     need(
         far < 1,
-        f"The weights are off by {far:.0f}: the optimizer has seen gradients that were multiplied "
-        "by the loss scale.",
+        f"The weights are off by {far:.0f}. The optimizer used gradients that were still "
+        "multiplied by the loss scale.",
     )
-    need(far < 1e-2, f"The weights are off by {far:.2g} from those of the same loop in fp32.")
+    need(far < 1e-2, f"The weights differ by {far:.2g} from the weights of the same loop in fp32.")
     good = scaler.state_dict()["_growth_tracker"]
     need(
         good == 5,
-        f"The weights are right, but the scaler has counted {good} good steps in a row, not 5: it "
-        "was made anew along the way, and has forgotten what it knew.",
+        f"The weights are right, but the scaler has counted {good} good steps in a row, not 5."
+        " Create the scaler only once, before the loop.",
     )
-    return "The weights are those of fp32, and one scaler has skipped the bad step."
+    return "The weights are the same as in fp32, and the scaler has skipped the bad step."
 
 
 def _finished(forget: Iterable[str] | None = None) -> torch.Tensor:
@@ -159,20 +162,20 @@ def check_superfluous(names: Iterable[str]) -> str:
     chosen = {names} if isinstance(names, str) else set(names)
     need(
         chosen <= parts,
-        f"{', '.join(map(str, sorted(chosen - parts, key=str)))}: the names are those of the task.",
+        f"{', '.join(map(str, sorted(chosen - parts, key=str)))}: use the names from the exercise.",
     )
     whole = _finished()
     for name in sorted(chosen):
         off = (_finished(forget=[name]) - whole).abs().max().item()
         need(
             off == 0,
-            f"Without {name!r} the weights end up to {off:.2g} away: this run changes it, and the "
-            "next step depends on it.",
+            f"Without {name!r}, the weights differ by up to {off:.2g} at the end. This run "
+            "changes it, and the next step depends on it.",
         )
     more = [n for n in parts - chosen if torch.equal(_finished(forget=[n]), whole)]
     need(
         not more,
-        f"Nothing that you named is needed, but you can do without {len(more)} more of them. "
-        "Which of them does this run never change or never use?",
+        f"You can leave out all that you named, and {len(more)} more. What does this run never"
+        " change or never use?",
     )
-    return "A disabled scaler has no state, and nothing in this network draws random numbers."
+    return "A disabled scaler has no state, and no layer of this network draws random numbers."

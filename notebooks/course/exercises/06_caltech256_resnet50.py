@@ -19,13 +19,14 @@ def check_map_size(mib: float) -> str:
     numbers = maps.numel() / _MIB
     in_fp32 = maps.float().nbytes / _MIB
     error = abs(mib / right - 1)
-    need(mib != numbers, "You have counted numbers; each of them has two bytes.")
-    need(mib != in_fp32, "That is the size in fp32, with four bytes a number.")
+    need(mib != numbers, "You counted the values. Each of them has two bytes.")
+    need(mib != in_fp32, "This is the size in fp32, with four bytes for each value.")
     need(
         error < 0.01,
-        f"{mib:g} is not it: multiply images, maps, height, width and bytes, and divide by 2^20.",
+        f"{mib:g} is wrong. Multiply images, channels, height, width and bytes, and divide by "
+        "2^20.",
     )
-    return f"{maps.numel():,} numbers of two bytes are {right:.0f} MiB."
+    return f"{maps.numel():,} values of two bytes take {right:.0f} MiB."
 
 
 @exercise
@@ -36,23 +37,24 @@ def check_largest_batch(images: int) -> str:
     always = 96
     each = 5.55
     is_multiple = images > 0 and images % 32 == 0
-    need(is_multiple, f"{images:g} is no positive multiple of 32.")
+    need(is_multiple, f"{images:g} is not a positive multiple of 32.")
     used = always + images * each
     with_32_more = used + 32 * each
     need(
         used <= whole,
-        f"A step with {images} images takes {used:,.0f} MiB, more than the whole GPU has.",
+        f"A step with {images} images takes {used:,.0f} MiB. This is more than the memory of "
+        "the GPU.",
     )
     need(
         used <= free,
-        f"A step with {images} images takes {used:,.0f} MiB: that fits into the GPU, but leaves "
-        "less than the GiB that was to stay free.",
+        f"A step with {images} images takes {used:,.0f} MiB. This fits into the GPU, but "
+        "leaves less than 1 GiB free.",
     )
     need(
         with_32_more > free,
-        f"{images} images take {used:,.0f} MiB of {free}, so 32 more fit as well.",
+        f"{images} images take {used:,.0f} MiB of {free}, so 32 more images also fit.",
     )
-    return f"{images} images take {used:,.0f} MiB of {free}, and 32 more would not fit."
+    return f"{images} images take {used:,.0f} MiB of {free}, and 32 more images do not fit."
 
 
 @exercise
@@ -68,22 +70,22 @@ def check_head_mode(head_mode: Callable[..., Any]) -> str:
     returned = call(head_mode, model)
     need(
         returned is model,
-        f"Return the model that was given; this is {type(returned).__name__}.",
+        "Return the model that you were given. You returned an object of type "
+        f"{type(returned).__name__}.",
     )
     before = norm.state_dict()["running_mean"].clone()
     model(torch.randn(8, 4))
     after = norm.state_dict()["running_mean"]
     need(
         torch.equal(after, before),
-        "A running average of the backbone has moved: its batch normalisation is still in training "
-        "mode, whatever `requires_grad` says.",
+        "A running average of the backbone changed: its batch normalization is still in "
+        "training mode. `requires_grad` does not prevent this.",
     )
     need(
         all(module.training for module in head.modules()),
-        "The backbone is quiet, but the head is not in training mode, so that its dropout does "
-        "nothing.",
+        "The backbone is right, but the head is not in training mode, so its dropout does nothing.",
     )
-    return "The backbone's averages stay as they are, and the head is in training mode."
+    return "The running averages of the backbone do not change, and the head is in training mode."
 
 
 def _bytes_of(autocast: bool) -> dict[str, int]:
@@ -124,14 +126,14 @@ def check_halved(names: Iterable[str]) -> str:
     chosen = {names} if isinstance(names, str) else set(names)
     unknown = chosen - fp32.keys()
     listed = ", ".join(map(str, unknown))
-    need(not unknown, f"{listed}: the names are those of the task.")
+    need(not unknown, f"{listed}: use the names from the exercise.")
     for kind in fp32:
         if kind in chosen:
             need(
                 kind in smaller,
-                f"In a small step the {kind} took {fp32[kind]} bytes in FP32 and {amp[kind]} under "
-                "autocast: no op under autocast has made them.",
+                f"In a small step, the {kind} took {fp32[kind]} bytes in FP32 and {amp[kind]} "
+                "bytes under autocast: no op under autocast returned them.",
             )
-    need(smaller <= chosen, "Something is missing that an op under autocast returns.")
+    need(smaller <= chosen, "You left out something that an op under autocast returns.")
     before, after = fp32["activations"], amp["activations"]
-    return f"In a small step the activations fell from {before} to {after} bytes, and nothing else."
+    return f"In a small step, only the activations became smaller, from {before} to {after} bytes."

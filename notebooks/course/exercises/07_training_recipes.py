@@ -30,24 +30,26 @@ def check_lengths(lengths: tuple[float, float]) -> str:
     """What clipping leaves of gradients of length 6 and 0.0003 if `unscale_` was forgotten."""
     need(
         isinstance(lengths, tuple | list) and len(lengths) == 2,
-        f"Two numbers are asked for, such as (6.0, 0.0003); this is {lengths!r}.",
+        f"The answer is two numbers, such as (6.0, 0.0003), but you gave {lengths!r}.",
     )
     long, short = lengths
     need(
         not math.isclose(long, 0.5, rel_tol=1e-2),
-        "0.5 is how long the first gradient is just after clipping. What does `step` still do?",
+        "0.5 is the length of the first gradient after clipping. What does `step` do after that?",
     )
     need(
         math.isclose(long, _clipped_without_unscale(6.0), rel_tol=1e-2),
-        f"The first gradient does not end with a length of {long:g}. It is 6 times 1024 long when "
-        "it is clipped: write down its length after clipping, and then after `step` has divided.",
+        f"The final length of the first gradient is not {long:g}. Before clipping, its length "
+        "is 6 times 1024. Write down its length after clipping, and then after `step` has "
+        "divided it by the scale.",
     )
     need(
         math.isclose(short, _clipped_without_unscale(0.0003), rel_tol=1e-2),
-        f"The first is right, but the second does not end with a length of {short:g}. Compare "
-        "0.0003 times 1024 with the limit of 0.5: does clipping change it?",
+        "The first number is right, but the final length of the second gradient is not "
+        f"{short:g}. Compare 0.0003 times 1024 with the limit of 0.5. Does clipping change "
+        "this gradient?",
     )
-    return "The long gradient loses nearly all of its length; the short one is not clipped at all."
+    return "Clipping makes the long gradient far too short. It does not change the short one."
 
 
 def _after_group(step: Callable[..., Any], scale: float) -> torch.Tensor:
@@ -67,7 +69,7 @@ def _after_group(step: Callable[..., Any], scale: float) -> torch.Tensor:
 
 @exercise
 def check_group_step(step: Callable[..., Any]) -> str:
-    """A step for a group of losses that clips their sum, held against the same in fp32."""
+    """A step for a group of losses that clips their sum, compared with the same step in fp32."""
 
     def plain(
         losses: list[torch.Tensor], model: nn.Module, optimizer: torch.optim.Optimizer, _: Any
@@ -80,24 +82,27 @@ def check_group_step(step: Callable[..., Any]) -> str:
     moved, wanted = float(found.norm()), float(right.norm())
     need(
         moved > 0,
-        "The weights did not move at all: are there backward and step, and is nothing infinite?",
+        "The weights did not move. Do you call `backward` and `step`, and are all gradients "
+        "finite?",
     )
     need(
         moved > 0.01 * wanted,
-        f"The weights moved by {moved:.2g} where they should by {wanted:.2g}: the gradients were "
-        "divided by the scale once too often, or clipped while they were still multiplied by it.",
+        f"The weights moved by {moved:.2g} instead of {wanted:.2g}. The gradients were divided"
+        " by the scale twice, or you clipped them before `unscale_`.",
     )
     need(
         moved < 1.01 * wanted,
-        f"The weights moved by {moved:.2g} where a norm of 0.1 allows {wanted:.2g}: the sum of "
-        "the gradients was not clipped before the step.",
+        f"The weights moved by {moved:.2g}, but a norm of 0.1 allows {wanted:.2g}. Clip the "
+        "sum of the gradients before the step.",
     )
     need(
         torch.allclose(found, right, atol=1e-5),
-        "The weights moved in another direction than those of a clipped fp32 step: the gradients "
-        "of all losses have to be added up before they are clipped.",
+        "The weights moved in another direction than after a clipped step in fp32. Add the "
+        "gradients of all losses before you clip.",
     )
-    return "The weights are those of an fp32 step with both losses, clipped to 0.1."
+    return (
+        "The weights are the same as after an fp32 step with both losses, clipped to a norm of 0.1."
+    )
 
 
 def _scheduled(
@@ -124,26 +129,27 @@ def check_end_of_step(end: Callable[..., Any]) -> str:
     moves, steps, scale = _scheduled(end, (1, 4), 100)
     need(
         steps == 4 and scale == _SCALE / 4,
-        f"Of six steps two overflow, so that 4 have to be taken and the scale has to fall from "
-        f"1024 to 256; here {steps} are taken and it is {scale:g}. Keep `step` and `update`.",
+        "Two of the six steps overflow, so the optimizer takes 4 steps, and the scale falls "
+        f"from 1024 to 256. With your function, the optimizer takes {steps} steps, and the "
+        f"scale is {scale:g}. Call `step` and `update`.",
     )
     need(
         moves != 6,
-        "The schedule moved on in all six steps, although two of them were skipped. When is the "
-        "scale read that the new one is compared with?",
+        "You called `scheduler.step` in all six steps, although two steps were skipped. When "
+        "do you read the old scale?",
     )
     need(
         moves == steps,
-        f"The schedule moved on {moves} times where 4 steps were taken: it has to move on if the "
-        "scale did not fall.",
+        f"You called `scheduler.step` {moves} times, but the optimizer took 4 steps. Call it "
+        "if the scale did not fall.",
     )
     grown, _, _ = _scheduled(end, (), 2)
     need(
         grown == 6,
-        f"Without any overflow the schedule moved on only {grown} times in six steps: a scale that "
-        "has *risen* means that the step was taken, too.",
+        f"Without an overflow, you called `scheduler.step` only {grown} times in six steps. If"
+        " the scale *rose*, the optimizer took its step too.",
     )
-    return "Skipped steps leave the schedule alone, and a scale that rises does not stop it."
+    return "The schedule moves on after each step that the optimizer took, and only then."
 
 
 def _with(job: str, early: bool) -> torch.Tensor:
@@ -180,19 +186,20 @@ def check_after_unscale(names: set[str]) -> str:
     jobs = ("log", "clamp", "noise", "freeze", "average")
     need(
         not isinstance(names, str) and set(names) <= set(jobs),
-        f"A set of names is asked for, out of {', '.join(jobs)}; this is {names!r}.",
+        f"The answer is a set of names from {', '.join(jobs)}, but you gave {names!r}.",
     )
     right = {job for job in jobs if not torch.allclose(_with(job, True), _with(job, False))}
     for job in jobs:
         need(
             job in right or job not in names,
-            f"`{job}` ends with the same numbers before and after `unscale_`: does it look at "
-            "gradients, and if so, does it matter how large they are?",
+            f"`{job}` gives the same result before and after `unscale_`. Does it use "
+            "gradients? If so, does their size matter?",
         )
     missing = len(right - set(names))
     need(
         missing == 0,
-        f"What you name is right, but {missing} more would go wrong: look for jobs that compare "
-        "or mix gradients with a number that knows nothing of the scale, or report them.",
+        f"The names that you gave are right, but {missing} more jobs go wrong before "
+        "`unscale_`. Which jobs compare the gradients with a number, add something to them, "
+        "or log them?",
     )
-    return "These meet gradients that are multiplied by the scale; the others would not notice."
+    return "These jobs depend on the size of the gradients. The others do not."

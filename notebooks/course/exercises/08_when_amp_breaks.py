@@ -16,23 +16,26 @@ def _sum_of_squares(value: float) -> float:
 
 @exercise
 def check_largest_value(value: int) -> str:
-    """The largest whole number of which two squares can be added in fp16."""
+    """The largest integer whose square, added twice, is finite in fp16."""
     need(
         isinstance(value, int) and value > 0,
-        f"We look for a positive whole number, not {value!r}.",
+        f"The answer is a positive whole number, but you gave {value!r}.",
     )
     total = _sum_of_squares(value)
     need(
         total < torch.inf,
-        f"Two squares of {value} are {2 * value * value} when exact, and infinite in fp16, "
-        "where squares and their sum are rounded and 65504 is the end.",
+        f"The exact sum of two squares of {value} is {2 * value * value}. In fp16, the sum is "
+        "infinite: fp16 rounds the squares and their sum, and its largest number is 65504.",
     )
     need(
         _sum_of_squares(value + 1) == torch.inf,
-        f"{value} is safe, and {value + 1} is safe as well: its squares add up to "
-        f"{_sum_of_squares(value + 1):g}. Go higher.",
+        f"{value} does not overflow, but {value + 1} does not overflow either: the sum of its "
+        f"squares is {_sum_of_squares(value + 1):g}. Try a larger number.",
     )
-    return f"The sum is {total:g} there, and infinite one further, at about the root of 65504 / 2."
+    return (
+        f"The sum is {total:g}, and it is infinite for the next number. The limit is near "
+        "the root of 65504 / 2."
+    )
 
 
 _CASES = {
@@ -53,11 +56,11 @@ def check_diagnosis(codes: Any) -> str:
     """The codes of the failures that three descriptions lead to."""
     need(
         isinstance(codes, tuple | list) and len(codes) == len(_CASES),
-        f"Three codes are asked for, in order; this is {codes!r}.",
+        f"The answer is three codes in the order of the descriptions, but you gave {codes!r}.",
     )
     for found, (case, (right, why)) in zip(codes, _CASES.items(), strict=True):
         need(found == right, f"{found} does not fit {case}. {why}")
-    return "The words of each symptom led to its cause, through the tables of this page."
+    return "The tables on this page lead from the words of a symptom to its cause."
 
 
 @exercise
@@ -69,20 +72,20 @@ def check_masked(mask_scores: Callable[..., Any]) -> str:
         masked = call(mask_scores, scores.clone(), mask)
         need(
             torch.is_tensor(masked) and masked.dtype is dtype and masked.shape == scores.shape,
-            f"For scores in {dtype} it should return scores of that dtype and shape.",
+            f"For scores in {dtype}, return scores of the same dtype and shape.",
         )
         rows = masked.float().softmax(-1)
         need(
             bool(rows.isfinite().all()),
-            f"In {dtype} the row that is masked everywhere is NaN after the softmax: "
-            "its scores are all minus infinity.",
+            f"In {dtype}, the row that is completely masked is NaN after the softmax, because "
+            "all its scores are minus infinity.",
         )
         need(
             rows[1].tolist() == [1.0, 0.0] and masked[1, 0] == 1,
-            f"In {dtype} the hidden score of the second row still gets {rows[1, 1]:.2f} of the "
-            "attention, or the visible one was changed.",
+            f"In {dtype}, the masked score of the second row still gets {rows[1, 1]:.2f} of "
+            "the attention, or you changed the other score.",
         )
-    return "It fits in fp16, bf16 and fp32, and a row that is masked everywhere stays finite."
+    return "This number fits into fp16, bf16 and fp32, and a completely masked row stays finite."
 
 
 @exercise
@@ -107,21 +110,23 @@ def check_advance(advance: Callable[..., Any]) -> str:
         expected = {1: 512, 2: 512, 3: 1024, 4: 512}[len(seen) + 1]
         need(
             scaler.get_scale() == expected,
-            f"The loss scale is {scaler.get_scale():g} after step {len(seen) + 1} and should be "
-            f"{expected}: `scaler.update()` belongs into the function, once.",
+            f"The loss scale is {scaler.get_scale():g} after step {len(seen) + 1} instead of "
+            f"{expected}. Call `scaler.update()` once in your function.",
         )
         seen.append(len(calls))
     need(
         seen != [1, 2, 3, 4],
-        "The schedule moved in every step, also in the two that were skipped.",
+        "You called `scheduler.step` in every step, also in the two skipped steps.",
     )
     need(
         seen != [0, 0, 1, 1],
-        "The schedule moved only when the scale rose. It stays the same after most good steps.",
+        "You called `scheduler.step` only if the scale rose. After most good steps, the scale"
+        " stays the same.",
     )
     need(
         seen == [0, 1, 2, 2],
-        f"After four steps, the first and last of them skipped, the schedule had moved {seen} "
-        "times. Compare the scale before and after `update`: it falls if a step was skipped.",
+        "Of four steps, the first and the last were skipped, and you called `scheduler.step` "
+        f"{seen} times. Compare the scale before and after `update`: it falls if the step was "
+        "skipped.",
     )
-    return "It moved in the two good steps and in neither of the skipped ones."
+    return "The schedule moved on in the two good steps, and not in the skipped ones."

@@ -19,20 +19,20 @@ def check_number_of_casts(number: int) -> str:
     parameters = 2 * 2  # weight and bias of the linear layers
     need(
         number != parameters,
-        f"{parameters} are the weights and biases of the linear layers. The values that travel "
-        "through the network are cast as well.",
+        f"{parameters} is the number of weights and biases in the linear layers. Autocast also"
+        " casts activations.",
     )
     need(
         isinstance(number, int) and number >= len(casts),
-        f"{number} are too few. Count weights, biases and the values that travel through the "
-        "network, and remember that the norm runs in fp32 on CUDA.",
+        f"{number} is too small. Count weights, biases and activations. On CUDA, the norm runs"
+        " in fp32.",
     )
     need(
         number <= len(casts),
-        f"{number} are too many. A value that has the right dtype already is not cast, and the "
-        "norm's own weight and bias are fp32, which it computes in.",
+        f"{number} is too large. Autocast does not cast a tensor that already has the right "
+        "dtype. The norm runs in fp32, and its weight and bias are fp32.",
     )
-    return "The X-ray counts three for the first layer, two for the second and one for the norm."
+    return "There are three casts for the first layer, two for the second, and one for the norm."
 
 
 _ROWS = [
@@ -63,21 +63,21 @@ def check_casts_up(count: Callable[..., Any]) -> str:
     every = names.count("_to_copy")
     need(
         found != every,
-        f"Of {len(_ROWS)} rows yours counts {found}, which are all casts: those that go down, and "
-        "copies that change no dtype, are among them.",
+        f"Your function returns {found} for {len(_ROWS)} rows. This counts all copies, also "
+        "casts from fp32 and copies to the same dtype.",
     )
     need(
         found != right + 1,
-        f"Of {len(_ROWS)} rows yours counts {found}, one too many: either an op that is no cast, "
-        "such as a sum of fp16 numbers that returns fp32, or a copy from fp32 to fp32.",
+        f"Your function returns {found} for {len(_ROWS)} rows, which is one too many. You may "
+        "have counted a sum of fp16 numbers that returns fp32, or a copy from fp32 to fp32.",
     )
     need(
         found == right,
-        f"Of {len(_ROWS)} rows yours counts {found!r}. Count casts from bf16 to fp32, too. Each "
-        "dtype is in a tuple.",
+        f"Your function returns {found!r} for {len(_ROWS)} rows. Count casts from bf16 to fp32"
+        " too. Each dtype is in a tuple.",
     )
-    need(count([]) == 0, "For no rows at all it should return 0.")
-    return f"{found} of these {len(_ROWS)} rows are casts that go up."
+    need(count([]) == 0, "For an empty list, return 0.")
+    return f"{found} of these {len(_ROWS)} rows are casts to fp32."
 
 
 def _log_softmax_dtypes(loss: Callable[..., Any], backend: str) -> set[torch.dtype | None]:
@@ -102,15 +102,15 @@ def check_precise_loss(loss: Callable[..., Any]) -> str:
     is_scalar = torch.is_tensor(value) and value.shape == ()
     need(
         is_scalar and bool(torch.isclose(value, wanted)),
-        "For fp32 logits it should return their cross-entropy, and it returns something else.",
+        "For fp32 logits, your function does not return their cross-entropy.",
     )
     dtypes = _log_softmax_dtypes(loss, "cuda")
     need(
         dtypes == {torch.float32},
-        "On CUDA its log_softmax still runs in fp16. A cast of the result comes too late, because "
-        "the numbers were rounded before it.",
+        "On CUDA, `log_softmax` still runs in fp16. Cast the logits, not the result: the "
+        "numbers were rounded before the result.",
     )
-    return "On CUDA its log_softmax runs in fp32, and the value is the cross-entropy."
+    return "On CUDA, `log_softmax` runs in fp32, and the result is the cross-entropy."
 
 
 @exercise
@@ -128,20 +128,22 @@ def check_gigabytes(gigabytes: float) -> str:
     all_in_16_bits = 3 * (2 + 2 + 2)
     need(
         gigabytes != right * 4 / 3,
-        f"{gigabytes:g} GB would be right for AdamW, which keeps two averages. Momentum is one.",
+        f"{gigabytes:g} GB would be right for AdamW, which stores two averages for each "
+        "parameter. SGD with momentum stores one.",
     )
     need(
         gigabytes not in (with_one_part_in_16_bits, with_two_parts_in_16_bits, all_in_16_bits),
-        f"{gigabytes:g} GB counts two bytes for weights or gradients. Autocast makes casts of the "
-        "weights for the ops; weights, gradients and state themselves stay fp32.",
+        f"{gigabytes:g} GB counts two bytes for weights or gradients. Autocast casts copies of"
+        " the weights, but the weights, the gradients and the momentum stay fp32.",
     )
     need(
         gigabytes != right * 2 / 3,
-        f"{gigabytes:g} GB leave out one of the three parts: weights, gradients, momentum.",
+        f"{gigabytes:g} GB is the size of only two of the three parts: weights, gradients, "
+        "momentum.",
     )
     need(
         gigabytes == right,
-        f"{gigabytes} GB is not it. Write down the bytes of weight, gradient and momentum for one "
-        "parameter, and multiply their sum by 3 billion.",
+        f"{gigabytes} GB is wrong. Add the bytes of weight, gradient and momentum for one "
+        "parameter, and multiply the sum by 3 billion.",
     )
-    return f"{each:g} bytes for each of 3 billion parameters; the forecast has the same {each:g}."
+    return f"Each of 3 billion parameters takes {each:g} bytes. The forecast agrees."

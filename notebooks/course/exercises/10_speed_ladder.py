@@ -21,23 +21,25 @@ def check_layer_flops(flops: float) -> str:
         forward = counter.get_total_flops()
         output.sum().backward()
     right = counter.get_total_flops()
-    need(flops != forward, f"{flops:,} is the forward pass. What does the backward pass add?")
+    need(
+        flops != forward,
+        f"{flops:,} is the number for the forward pass. What does the backward pass add?",
+    )
     need(
         flops != right / 2,
-        f"{flops:,} counts one operation for each weight and pixel: a multiplication and an "
-        "addition are two.",
+        f"{flops:,} counts one operation for each weight and pixel. A multiplication and an "
+        "addition are two operations.",
     )
     need(
         flops != 2 * forward,
-        f"{flops:,} has only one matmul in the backward pass. It needs the gradient of the "
-        "weights and that of the input.",
+        f"{flops:,} counts only one matmul in the backward pass. It computes the gradient of "
+        "the weights and the gradient of the input.",
     )
     need(
         flops == right,
-        f"{flops:,} is not it. Multiply the pixels by the weights, by two, and by the number of "
-        "matmuls in a step.",
+        f"{flops:,} is wrong. Multiply pixels, weights, 2, and the number of matmuls in a step.",
     )
-    return "torch counts the same: one matmul in the forward pass and two in the backward pass."
+    return "torch counts the same: one matmul in the forward pass, and two in the backward pass."
 
 
 @exercise
@@ -45,27 +47,30 @@ def check_least_ms(least_ms: Callable[..., Any]) -> str:
     """The least time of a step that computes and moves data at the same time, in ms."""
     for flops, nbytes, compute, move in ((4e9, 3e8, 40.0, 10.0), (1e9, 3e9, 10.0, 100.0)):
         found = float(call(least_ms, flops, nbytes, 1e11, 3e10))
-        given = f"For {flops:.0e} FLOPs at 1e11 a second and {nbytes:.0e} bytes at 3e10 a second"
+        given = (
+            f"With {flops:.0e} FLOPs at 1e11 per second, and {nbytes:.0e} bytes at 3e10 per second,"
+        )
         right = max(compute, move)
         need(
             not math.isclose(found, right / 1e3),
-            f"{given} your answer is {found:g}, which is in seconds and should be in milliseconds.",
+            f"{given} you returned {found:g}. This is in seconds, but the question asks for "
+            "milliseconds.",
         )
         need(
             not math.isclose(found, compute + move),
-            f"{given} your answer is {found:g}, the sum of both. Computing and moving can go on at "
-            "the same time, so a step can take less time than the sum.",
+            f"{given} you returned {found:g}, the sum of both times. The device can compute "
+            "and move data at the same time, so a step can take less than the sum.",
         )
         need(
             not math.isclose(found, min(compute, move)),
-            f"{given} your answer is {found:g}, but the other of the two takes longer than that.",
+            f"{given} you returned {found:g}, but the other of the two takes longer.",
         )
         need(
             math.isclose(found, right),
-            f"{given} computing takes {compute:g} ms and moving {move:g} ms; your answer of "
-            f"{found:g} does not follow from them.",
+            f"{given} computing takes {compute:g} ms, and moving data takes {move:g} ms, but "
+            f"you returned {found:g}.",
         )
-    return "A step takes at least as long as the slower of the two. The roofline shows this."
+    return "A step takes at least as long as the slower of the two. The roofline shows this limit."
 
 
 @exercise
@@ -77,37 +82,42 @@ def check_to_channels_last(convert: Callable[..., Any]) -> str:
     new_model, new_images = call(convert, model, images)
     need(
         new_images.shape == images.shape,
-        f"The images' shape has become {tuple(new_images.shape)}. It should stay "
-        f"{tuple(images.shape)}: only the order in memory changes.",
+        f"The shape of the images is now {tuple(new_images.shape)} instead of "
+        f"{tuple(images.shape)}. Only the order in memory should change.",
     )
     need(
         new_images.is_contiguous(memory_format=torch.channels_last),
-        f"The images' strides are {new_images.stride()}: from one channel to the next it should "
-        "be 1. A tensor's `to` returns a new tensor and does not change the old one.",
+        f"The strides of the images are {new_images.stride()}, but the stride between channels"
+        " should be 1. `to` returns a new tensor and does not change the old one.",
     )
     need(
         new_model.weight.is_contiguous(memory_format=torch.channels_last),
-        f"The images are right, but the strides of the model's weight are still "
+        "The images are right, but the strides of the model's weight are still "
         f"{new_model.weight.stride()}.",
     )
     need(torch.allclose(new_model(new_images), output, atol=1e-5), "The output has changed.")
-    return "The shape and the output have not changed, and the channels lie side by side."
+    return (
+        "The shape and the output have not changed, and the channels of a pixel are next "
+        "to each other in memory."
+    )
 
 
 @exercise
 def check_pays_from(size: int) -> str:
     """The size from which on AMP pays for certain, from the intervals of four speed-ups."""
     intervals = {16: (1.02, 1.10), 32: (0.96, 1.08), 64: (1.05, 1.20), 128: (1.30, 1.50)}
-    need(size in intervals, f"One of the sizes {', '.join(map(str, intervals))} is asked for.")
+    need(size in intervals, f"The answer is one of the sizes {', '.join(map(str, intervals))}.")
     unsure = [n for n, (low, _) in intervals.items() if n >= size and low <= 1]
     need(
         not unsure,
-        f"From {size} on there is also {unsure[-1] if unsure else ''}, whose interval reaches "
-        "below 1: there nobody can say whether AMP pays.",
+        f"The sizes from {size} on include {unsure[-1] if unsure else ''}. Its interval "
+        "reaches below 1, so AMP may not be faster there.",
     )
     before = [n for n in intervals if n < size][-1]
     need(
         intervals[before][0] <= 1,
-        f"AMP does pay from {size} on, but a smaller size has an interval above 1 as well.",
+        f"AMP is faster from {size} on, but the interval of a smaller size also lies above 1.",
     )
-    return "From there on, every interval lies above 1. The interval of size 32 reaches below 1."
+    return (
+        "From this size on, every interval lies above 1. The interval of size 32 reaches below 1."
+    )

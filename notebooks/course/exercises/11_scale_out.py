@@ -19,24 +19,26 @@ def check_megabytes(megabytes: float) -> str:
     right = 2 * (_RANKS - 1) / _RANKS * payload
     need(
         not math.isclose(megabytes, right / 2),
-        f"{megabytes:g} MB would be right if the gradients travelled in bf16, or for only one half "
-        "of an all_reduce. Autocast casts the inputs of ops; the weights are fp32 all the same.",
+        f"{megabytes:g} MB would be right for gradients in bf16, or for only one half of an "
+        "all_reduce. Autocast casts the inputs of ops, but the weights and gradients are "
+        "fp32.",
     )
     need(
         not math.isclose(megabytes, payload),
-        f"{megabytes:g} MB is the size of the gradients. An all_reduce is a reduce_scatter and an "
-        "all_gather, and each of them sends (n-1)/n of this size.",
+        f"{megabytes:g} MB is the size of the gradients. An all_reduce is a reduce_scatter "
+        "followed by an all_gather. In each of them, a rank sends (n-1)/n of this size.",
     )
     need(
         not math.isclose(megabytes, 2 * payload),
-        f"{megabytes:g} MB is twice the gradients, but a rank keeps its own part.",
+        f"{megabytes:g} MB is twice the size of the gradients. But a rank does not send its "
+        "own part.",
     )
     need(
         math.isclose(megabytes, right),
-        f"{megabytes} MB is not it: take 4 bytes for each gradient, times the factor of an "
-        "all_reduce on 8 ranks.",
+        f"{megabytes} MB is wrong. Count 4 bytes for each gradient, and multiply by the factor"
+        " for an all_reduce on 8 ranks.",
     )
-    return f"The payload is {payload:g} MB, and an all_reduce costs 2(n-1)/n of it."
+    return f"The gradients take {payload:g} MB, and each rank sends 2(n-1)/n of this size."
 
 
 @exercise
@@ -53,19 +55,21 @@ def check_per_rank(gigabytes: float) -> str:
     whole = 7 * each
     need(
         not math.isclose(gigabytes, whole),
-        f"{gigabytes:g} GB is what DDP holds on every rank. FSDP2 divides it among them.",
+        f"{gigabytes:g} GB is the memory on each rank with DDP. FSDP2 divides it by the number"
+        " of ranks.",
     )
     need(
         not any(math.isclose(gigabytes, 7 * b / _RANKS) for b in (8, 12, 14)),
-        f"{gigabytes:g} GB counts weights, gradients or state in bf16. The shards stay fp32: they "
-        "are the master weights, and bf16 is for what travels and computes.",
+        f"{gigabytes:g} GB counts weights, gradients or state in bf16. The shards stay fp32. "
+        "FSDP2 uses bf16 only to send and to compute.",
     )
     need(
         math.isclose(gigabytes, whole / _RANKS),
-        f"{gigabytes} GB is not it: add up the bytes of weight, gradient and the two averages of "
-        "AdamW for one parameter, times 7 billion, and divide by the ranks.",
+        f"{gigabytes} GB is wrong. Add the bytes of weight, gradient and AdamW's two averages "
+        "for one parameter. Multiply the sum by 7 billion, and divide it by the number of "
+        "ranks.",
     )
-    return f"{each} bytes for each of 7 billion parameters, divided by {_RANKS}."
+    return f"{each} bytes for each of 7 billion parameters, divided by {_RANKS} ranks."
 
 
 def _stepped(step: Callable[..., Any], overflows_elsewhere: bool) -> tuple[bool, list, float]:
@@ -99,22 +103,27 @@ def check_one_step(step: Callable[..., Any]) -> str:
     _, start, _ = _stepped(lambda *_: None, overflows_elsewhere=False)
     need(
         finite,
-        "Another rank had an overflow, the average brought it here, and this rank took its step: "
-        "its weights are not finite any more. The scaler had looked before the average was formed.",
+        "Another rank had an overflow, and averaging gave this rank infinite gradients. The "
+        "optimizer took the step, so the weights are not finite. Average the gradients before"
+        " the scaler checks them.",
     )
     need(
         scale == 512 and all(map(torch.equal, weights, start)),
-        f"After an overflow on another rank this one should skip, and its scale fall to 512; it is "
-        f"{scale:g}. Was the average formed at all, and has `update` been called?",
+        "After an overflow on another rank, this rank should skip the step, and its scale "
+        f"should fall to 512. The scale is {scale:g}. Do you average the gradients, and do you"
+        " call `update`?",
     )
     _, found, _ = _stepped(step, overflows_elsewhere=False)
     _, right, _ = _stepped(plain, overflows_elsewhere=False)
     need(
         all(torch.allclose(a, b, atol=1e-6) for a, b in zip(found, right, strict=True)),
-        "Without an overflow the weights are not those of a step clipped to a norm of 1 in fp32: "
-        "the gradients have to be unscaled when they are clipped, and clipped before the step.",
+        "Without an overflow, the weights differ from those after an fp32 step clipped to a "
+        "norm of 1. Unscale the gradients, clip them, and then call `step`.",
     )
-    return "An overflow anywhere skips the step here, and otherwise it is the clipped fp32 step."
+    return (
+        "An overflow on any rank skips the step. Otherwise, the step is the same as a "
+        "clipped step in fp32."
+    )
 
 
 @exercise
@@ -126,12 +135,13 @@ def check_loss_of_all(mean: Callable[..., Any]) -> str:
     wanted, of_means = torch.cat(parts).mean().item(), sum(p.mean().item() for p in parts) / 3
     need(
         not math.isclose(found, of_means),
-        f"For parts of 5, 3 and 1 samples yours gives {found:.4f}, the mean of the means. The one "
-        "sample of the last rank weighs as much there as the five of the first.",
+        f"For parts of 5, 3 and 1 samples, your function returns {found:.4f}. This is the mean"
+        " of the means: it gives the one sample of the last rank as much weight as the five "
+        "samples of the first.",
     )
     need(
         math.isclose(found, wanted),
-        f"For parts of 5, 3 and 1 samples yours gives {found:.4f}, and the mean of all nine losses "
-        f"is {wanted:.4f}.",
+        f"For parts of 5, 3 and 1 samples, your function returns {found:.4f}, but the mean of "
+        f"all nine losses is {wanted:.4f}.",
     )
-    return "Each rank counts with its number of samples."
+    return "The mean of each rank is weighted by its number of samples."

@@ -13,17 +13,20 @@ def check_variable_bytes(sizes: Sequence[float]) -> str:
 
     need(
         isinstance(sizes, list | tuple) and len(sizes) == 2,
-        f"The answer is two numbers in brackets; this is {sizes!r}.",
+        f"The answer is two numbers in brackets, but you gave {sizes!r}.",
     )
     width = {"float32": 4, "float16": 2}
     policies = [keras.DTypePolicy(name) for name in ("mixed_float16", "float16")]
     mixed, pure = (1000 * width[policy.variable_dtype] for policy in policies)
     need(
         sizes[0] == mixed,
-        f"{sizes[0]} is not the first: ask what dtype the policy *keeps*, not what it computes in.",
+        f"{sizes[0]} is not the first number. In which dtype does the policy *store* the weights?",
     )
-    need(sizes[1] == pure, f"The first is right, but {sizes[1]} is not what float16 keeps.")
-    return "A mixed policy keeps master weights in float32; float16 keeps none."
+    need(
+        sizes[1] == pure,
+        f"The first number is right, but {sizes[1]} is not the size under float16.",
+    )
+    return "A mixed policy stores master weights in float32, but float16 does not."
 
 
 @exercise
@@ -31,15 +34,19 @@ def check_step_length(length: float) -> str:
     """How far SGD moves a weight if a gradient of 0.5 is divided by the scale of 1024 twice."""
     scale, true_gradient = 1024, 0.5
     moved = true_gradient / scale  # `apply` divides what it is given, whatever that is
-    need(length != 0.5, "That would be right if `apply` did not divide by the scale once more.")
+    need(length != 0.5, "0.5 would be right if `apply` did not divide by the scale again.")
     need(
-        length != 512, "The gradient was unscaled by hand, so it is no longer 1024 times as large."
+        length != 512,
+        "Your code has already divided the gradient by the scale, so it is no "
+        "longer 1024 times too large.",
     )
     need(
         abs(length - moved) < 1e-3 * moved,
-        f"{length:g} is not it: what does `apply` do to the 0.5 that it is given?",
+        f"{length:g} is wrong. You pass 0.5 to `apply`. What does `apply` do with it?",
     )
-    return f"The weight moves by {moved:.3g}, 1024 times too little, and nothing complains."
+    return (
+        f"The weight moves by {moved:.3g}. This is 1024 times too little, but no error tells you."
+    )
 
 
 @exercise
@@ -57,14 +64,16 @@ def check_last_layer(make: Callable[..., Any]) -> str:
         keras.config.set_dtype_policy(before)
     need(
         found == "float32",
-        f"Under mixed_float16 this layer returns {found}, in which the loss loses its digits.",
+        f"Under mixed_float16, this layer returns {found}. The loss is then computed in too "
+        "few bits.",
     )
-    need(layer.units == 10, f"There are ten classes; this layer has {layer.units} outputs.")
+    need(layer.units == 10, f"There are ten classes, but this layer has {layer.units} outputs.")
     need(
         layer.activation is keras.activations.linear,
-        "It returns float32, but no logits: `from_logits=True` expects them without activation.",
+        "The layer returns float32, but not logits. `from_logits=True` expects outputs "
+        "without an activation.",
     )
-    return "It returns ten logits in float32, whatever the policy is."
+    return "The layer returns ten logits in float32 under every policy."
 
 
 @exercise
@@ -80,15 +89,15 @@ def check_compiled(compile_it: Callable[..., Any]) -> str:
         call(compile_it, model)
     finally:
         keras.config.set_dtype_policy(before)
-    need(getattr(model, "optimizer", None) is not None, "The model has not been compiled.")
+    need(getattr(model, "optimizer", None) is not None, "The model is not compiled.")
     scaled = keras.optimizers.LossScaleOptimizer
     need(
         isinstance(model.optimizer, scaled),
-        f"The optimizer is {type(model.optimizer).__name__} without a loss scale: the model's own "
-        "policy is float32, so `compile` adds none.",
+        f"The optimizer is {type(model.optimizer).__name__} and has no loss scale. The policy "
+        "of the model is float32, so `compile` adds no loss scale.",
     )
     need(
         isinstance(model.optimizer.inner_optimizer, keras.optimizers.Adam),
-        "There is a loss scale, but not around Adam.",
+        "There is a loss scale, but the optimizer inside is not Adam.",
     )
-    return "Adam has a loss scale, although the model's own policy is float32."
+    return "Adam has a loss scale, although the policy of the model is float32."

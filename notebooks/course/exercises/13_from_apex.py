@@ -22,24 +22,25 @@ def check_momentum_bytes(o2: float, autocast: float) -> str:
     in_fp16 = 2 * weight.detach().half().nbytes / weight.numel()
     need(
         autocast != in_fp32 + 4,
-        f"{autocast} bytes are what autocast holds with Adam: momentum is one value, not two.",
+        f"{autocast} bytes would be right for Adam. SGD with momentum stores only one value "
+        "for each parameter.",
     )
     need(
         autocast == in_fp32,
-        f"Autocast does not hold {autocast} bytes. Its parameters and gradients are fp32, its "
-        "casts of the weights do not last, and the momentum is fp32 too.",
+        f"Autocast does not need {autocast} bytes. The parameters, the gradients and the "
+        "momentum are fp32, and the 16-bit copies of the weights are temporary.",
     )
     need(
         o2 != in_fp16 + in_fp32 - 4,
-        f"With {o2} bytes one fp32 value is missing at O2: the optimizer reads its gradients from "
-        "the master weights, so these have gradients of their own.",
+        f"With {o2} bytes, one fp32 value is missing at O2. The optimizer updates the master "
+        "weights, so these have gradients too.",
     )
     need(
         o2 == in_fp16 + in_fp32,
-        f"O2 did not hold {o2} bytes. Count a weight and a gradient in fp16. Add everything that "
-        "training in fp32 stores with this optimizer.",
+        f"O2 did not need {o2} bytes. Count a weight and a gradient in fp16. Add everything "
+        "that training in fp32 stores with this optimizer.",
     )
-    return f"O2 held {o2} bytes for each parameter, and autocast holds {autocast}."
+    return f"O2 needed {o2} bytes for each parameter, and autocast needs {autocast}."
 
 
 @exercise
@@ -47,26 +48,26 @@ def check_moved_scaler(scaler: torch.amp.GradScaler) -> str:
     """A scaler that begins at 1024 and grows after 500 good steps."""
     need(
         isinstance(scaler, torch.amp.GradScaler),
-        f"A GradScaler is wanted; this is of type {type(scaler).__name__}.",
+        f"The answer is a GradScaler, but you gave an object of type {type(scaler).__name__}.",
     )
     need(
         type(scaler) is torch.amp.GradScaler,
-        "This still has the old name, which warns and will go; the new class is in torch.amp.",
+        "This is the old, deprecated class. The new class is in torch.amp.",
     )
     scale = scaler.get_scale()
     growth_interval = scaler.get_growth_interval()
     need(
         scale != 65536,
-        "Its scale is 65536, the default: the 1024 did not arrive where the initial scale is "
-        "expected. Look at what the first argument stands for.",
+        "The scale is 65536, the default, so 1024 is not the initial scale. What does the "
+        "first argument mean?",
     )
-    need(scale == 1024, f"Its scale is {scale:g}, and not 1024.")
+    need(scale == 1024, f"The scale is {scale:g} instead of 1024.")
     need(
         growth_interval == 500,
-        f"The scale is right, but it would grow after {growth_interval} good steps. "
-        "The old scale grew after 500.",
+        f"The scale is right, but it grows after {growth_interval} good steps. The old scale "
+        "grew after 500.",
     )
-    return "The scale begins at 1024 and grows after 500 good steps, like the old scale."
+    return "The scale starts at 1024 and grows after 500 good steps, like the old scale."
 
 
 def _exponents_with(update: Callable[..., Any], gradients: list[float]) -> list[float]:
@@ -91,27 +92,28 @@ def check_limits(update: Callable[..., Any]) -> str:
     first, highest = rising[0], max(rising)
     need(
         first == 24,
-        "From 2^23 a good step should lead to 2^24, since the growth interval is 1 here; "
-        f"it is 2^{first:g}. Has `scaler.update()` been called without a value?",
+        "After a good step, the scale should rise from 2^23 to 2^24, because the growth "
+        f"interval is 1 here. Your scale is 2^{first:g}. Did you call `scaler.update()` "
+        "without an argument?",
     )
     need(
         highest == 24,
-        f"It rose to 2^{highest:g}, beyond the highest of 2^24: look at the scale "
-        "after the update, since that may have doubled it.",
+        f"The scale rose to 2^{highest:g}, above the maximum of 2^24. Check the scale after "
+        "the update, because the update may have doubled it.",
     )
     falling = _exponents_with(update, [0.1, math.inf, math.inf, 0.1])
     lowest, last = min(falling), falling[-1]
     need(
         lowest == 23,
-        f"After overflows it fell to 2^{lowest:g}, below the lowest of 2^23: look "
-        "at the scale after the update, since that may have halved it.",
+        f"After overflows, the scale fell to 2^{lowest:g}, below the minimum of 2^23. Check "
+        "the scale after the update, because the update may have halved it.",
     )
     need(
         last == 24,
-        "After the scale was held at a limit, it is wrong: after a good step "
-        f"it is 2^{last:g} instead of 2^24.",
+        "After your function set the scale to a limit, a good step should give 2^24, but it "
+        f"gives 2^{last:g}.",
     )
-    return "The scale rises to the highest and falls to the lowest, and no further."
+    return "The scale stays between the minimum and the maximum."
 
 
 @exercise
@@ -124,21 +126,21 @@ def check_two_optimizers(step: Callable[..., Any]) -> str:
     call(step, losses, optimizers, scaler)
     first, second = (1 - weight[0].item() for weight in weights)
     for number, moved in (("first", first), ("second", second)):
-        need(moved != 0, f"The {number} optimizer's weights did not move.")
+        need(moved != 0, f"The weights of the {number} optimizer did not move.")
     need(
         max(first, second) < 1,
-        "The weights moved much too far: a gradient that is still scaled went into the optimizer. "
-        "Let the scaler take the step.",
+        "The weights moved much too far, because an optimizer used a scaled gradient. Call "
+        "`scaler.step`.",
     )
     need(
         first == second == 0.5,
-        f"The weights should both move by 0.5; they moved by {first:g} and {second:g}. The scale "
-        "changed between the two steps, so that one of them was divided by the wrong scale.",
+        f"Both weights should move by 0.5, but they moved by {first:g} and {second:g}. The "
+        "scale changed between the two steps, so one gradient was divided by the wrong scale.",
     )
     scale = scaler.get_scale()
     need(
         scale == 2048,
-        f"Both steps are right, but the scale is {scale:g} after a good step that "
-        "should have doubled it once, from 1024.",
+        f"Both steps are right, but the scale is {scale:g}. After a good step, it should be "
+        "twice the old scale of 1024.",
     )
-    return "Both weights moved as in fp32, and the scale was adjusted once."
+    return "Both weights moved as in fp32, and you updated the scale once."

@@ -29,16 +29,17 @@ def check_lost_steps(lost: int) -> str:
     steps = len(scales) - 1
     need(
         lost != steps + 1,
-        f"{lost} is the number of scales you wrote down; the last one fits, so its step counts.",
+        f"{lost} is the number of scales. With the last scale, the gradients fit, so this step"
+        " is not lost.",
     )
     need(
         lost != steps - 1,
-        f"After {lost} lost steps the scale is 65536 / 2^{lost} = {65536 / 2**lost:g}, and that is "
-        "still above 3000.",
+        f"After {lost} lost steps, the scale is 65536 / 2^{lost} = {65536 / 2**lost:g}, which "
+        "is still above 3000.",
     )
     need(
         lost == steps,
-        f"{lost} is not it: each lost step halves the scale, and none is lost once it fits.",
+        f"{lost} is wrong. Each lost step halves the scale, until the gradients fit.",
     )
     return "The scales were " + ", ".join(f"{value:g}" for value in scales) + "."
 
@@ -63,21 +64,23 @@ def check_casts(casts: int) -> str:
         nn.Sequential(*layers)(torch.ones(4, 8))
     need(
         casts != found.count + 2,
-        f"{casts} would be right if each layer's input were cast. What dtype does a layer put out?",
+        f"{casts} would be right if autocast cast the input of every layer. Which dtype does a"
+        " layer return?",
     )
     need(
         casts != found.count - 1,
-        f"With {casts} casts one is missing. Is everything that the first layer takes in fp16?",
+        f"With {casts} casts, one is missing. Are all tensors that the first layer uses "
+        "already in fp16?",
     )
     need(
         casts != found.count - 3,
-        f"With {casts} casts you have left out the biases: they are fp32 parameters too.",
+        f"With {casts} casts, you left out the biases. They are fp32 parameters too.",
     )
     need(
         casts == found.count,
-        f"{casts} is not it. List what each layer takes, and strike out what is fp16 already.",
+        f"{casts} is wrong. List the tensors that each layer uses, and leave out the fp16 tensors.",
     )
-    return "Weights and biases of the layers are cast, and the first layer's input."
+    return "Autocast casts the weights and biases of all layers, and the input of the first layer."
 
 
 class _Watched:
@@ -130,44 +133,47 @@ def check_mended_step(step: Callable[..., Any]) -> str:
         found.take(step, 1.0)
         need(
             found.inputs in (torch.float32, None),
-            f"In {name} the model's input arrives as {found.inputs}: leave casts to autocast.",
+            f"In {name}, the input of the model has the dtype {found.inputs}. Let autocast "
+            "cast it.",
         )
         need(
             found.outputs is dtype,
-            f"In {name} the model's output is {found.outputs}: the forward pass is not in a block "
-            "of autocast that is enabled for this dtype.",
+            f"In {name}, the output of the model has the dtype {found.outputs}. Run the "
+            "forward pass under autocast with this dtype.",
         )
         need(
             not found.in_backward,
-            f"In {name} the backward pass runs with autocast on: end the block after the loss.",
+            f"In {name}, the backward pass runs inside the autocast block. End the block after"
+            " the loss.",
         )
         need(
             not torch.equal(start, found.weights()),
-            f"In {name} the weights did not move: has the optimizer taken its step?",
+            f"In {name}, the weights did not move. Does the optimizer take a step?",
         )
         need(
             torch.allclose(right.weights(), found.weights(), atol=1e-6),
-            f"In {name} the weights are not those of a right step: is the loss scaled, and does "
-            "the scaler take the step?",
+            f"In {name}, the weights are wrong after the first step. Do you scale the loss, "
+            "and do you call `scaler.step`?",
         )
         right.take(_right_step, 2.0)
         found.take(step, 2.0)
         need(
             torch.allclose(right.weights(), found.weights(), atol=1e-6),
-            f"In {name} the second step is not right: does it start without the first one's "
-            "gradients?",
+            f"In {name}, the weights are wrong after the second step. Do you set the gradients"
+            " to zero before it?",
         )
     overflowing = _Watched(torch.float16)
     overflowing.take(step, torch.inf)
     need(
         bool(overflowing.weights().isfinite().all()),
-        "In fp16 an overflow reaches the weights: let the scaler skip the step.",
+        "In fp16, an overflow changes the weights. Call `scaler.step`, so that the scaler "
+        "skips this step.",
     )
     need(
         overflowing.scaler.get_scale() == 512,
-        "In fp16 the scale is not halved by an overflow: `update` is missing, or called twice.",
+        "In fp16, an overflow does not halve the scale. Call `update` exactly once.",
     )
-    return "The step is correct in fp16, bf16 and fp32, and skips an overflow."
+    return "The step is right in fp16, bf16 and fp32, and it is skipped after an overflow."
 
 
 @exercise
@@ -178,8 +184,9 @@ def check_verdict(verdict: Callable[..., Any]) -> str:
         answer = call(verdict, first, second)
         need(
             answer == right,
-            f"First {first}, second {second}: the intervals do not touch, so it can be told which "
-            f"is higher, and the question is about the second. You say {answer!r}.",
+            f"For first = {first} and second = {second}, you returned {answer!r}. These "
+            "intervals do not overlap, so you can tell which speed-up is higher. The question"
+            " is about the second.",
         )
     overlapping = (1.0, 1.4), (1.3, 1.6)
     nested = (1.0, 1.6), (1.2, 1.3)
@@ -188,7 +195,7 @@ def check_verdict(verdict: Callable[..., Any]) -> str:
             answer = call(verdict, first, second)
             need(
                 answer == "cannot tell",
-                f"First {first}, second {second}: you say {answer!r}, but the intervals overlap, "
-                "so both speed-ups may be one number that lies in both.",
+                f"For first = {first} and second = {second}, you returned {answer!r}. But the "
+                "intervals overlap, so both speed-ups may be the same number.",
             )
-    return "It says so where the intervals are apart, and is silent where they overlap."
+    return "If the intervals overlap, you cannot tell which speed-up is higher."

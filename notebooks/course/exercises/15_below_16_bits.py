@@ -17,17 +17,18 @@ def check_bits(mebibytes: float) -> str:
     """Memory of a weight in NVFP4, with its scales."""
     need(
         mebibytes != 8,
-        "That is the four bits of each value alone. Every 16 of them share a scale of eight bits.",
+        "This counts only the four bits of each value. 16 values also share a scale of eight bits.",
     )
     need(
         mebibytes not in (72, 72 * 2**17, 9 * 2**20),
-        f"{mebibytes:g} is right but for its unit: eight bits are a byte, and 2^20 bytes a MiB.",
+        f"{mebibytes:g} is right in another unit. A byte has eight bits, and a MiB has 2^20 bytes.",
     )
     need(
         mebibytes == 9,
-        f"It is not {mebibytes:g} MiB: count four bits for a value, and a sixteenth of eight more.",
+        f"{mebibytes:g} MiB is wrong. Count four bits for each value, and a sixteenth of eight"
+        " bits for the scale.",
     )
-    return "4.5 bits for each of 16.8 million values: half a bit of it is the scale."
+    return "Each of 16.8 million values takes 4.5 bits, and half a bit of this is the scale."
 
 
 @exercise
@@ -36,21 +37,21 @@ def check_scale_of(factor_of: Callable[[torch.Tensor], Any]) -> str:
     torch.manual_seed(0)
     for what, values in (
         ("random values", torch.randn(100)),
-        ("values whose largest is negative", torch.tensor([1.0, -4.0, 2.0])),
+        ("values with a negative number of the largest magnitude", torch.tensor([1.0, -4.0, 2.0])),
         ("a gradient of 1e-6", torch.full((4,), 1e-6)),
     ):
         largest = float((values * call(factor_of, values)).abs().max())
         need(
             abs(largest / 448 - 1) < 1e-3,
-            f"For {what} the largest magnitude becomes {largest:g}, and not 448.",
+            f"For {what}, the largest magnitude becomes {largest:g} instead of 448.",
         )
     factor = torch.as_tensor(call(factor_of, torch.zeros(4)), dtype=torch.float32)
     need(
         bool(factor.isfinite().all()),
-        f"For zeros it returns {float(factor):g}, and zero times that is NaN: give the divisor a "
-        "smallest value.",
+        f"For zeros, your function returns {float(factor):g}. Zero times this is NaN. Give the"
+        " divisor a minimum.",
     )
-    return "With it E4M3 uses its whole range, and a tensor of zeros stays one."
+    return "With this factor, a tensor uses the whole range of E4M3, and zeros stay zeros."
 
 
 @exercise
@@ -62,24 +63,29 @@ def check_block_scales(block_scales: Callable[[torch.Tensor], Any]) -> str:
     scales = call(block_scales, rows)
     need(
         tuple(scales.shape) == (8, 1),
-        f"It returns the shape {tuple(scales.shape)}: one scale for each row is (8, 1).",
+        f"Your function returns the shape {tuple(scales.shape)} instead of (8, 1), one scale "
+        "for each row.",
     )
     exponents = scales.double().log2()
     need(
         bool((exponents == exponents.round()).all()),
-        "Some scales are no powers of two, which is all that E8M0 can hold.",
+        "Some scales are not powers of two, but E8M0 can represent only powers of two.",
     )
     largest = (rows / scales).abs().amax(1)
     need(
         bool((largest <= 6).all()),
-        f"A row reaches {float(largest.max()):.3g} when it is divided by its scale, and is clipped "
-        "at 6: round the power of two up.",
+        f"Divided by its scale, a row reaches {float(largest.max()):.3g}, but values above 6 "
+        "are clipped. Round the power of two up.",
     )
     need(
         bool((largest > 3).all()),
-        f"A row reaches only {float(largest.min()):.3g} of 6: half the scale is enough.",
+        f"Divided by its scale, a row reaches only {float(largest.min()):.3g} of 6. Half of "
+        "this scale is enough.",
     )
-    return "Each row reaches between 3 and 6, so that at most one bit of range is lost."
+    return (
+        "The largest value of each row is above 3 and at most 6, so you lose at most one "
+        "bit of the range."
+    )
 
 
 @exercise
@@ -93,14 +99,20 @@ def check_left_out(left_out: Callable[[Any, str], Any]) -> str:
     for form in ("fp8", "mxfp8"):
         right = [r.layer.name for r in report.layers if r.format == form and r.left_out]
         found = call(left_out, report, form)
-        need(isinstance(found, list), f"It returns a {type(found).__name__}: make it a list.")
+        need(
+            isinstance(found, list),
+            f"Return a list. Your function returns an object of type {type(found).__name__}.",
+        )
         more = [name for name in found if name not in right]
         need(
             not more,
-            f"For {form} it names {', '.join(map(str, more[:3]))}, which is converted, or is no "
-            f"name of a layer such as {names[0]!r}.",
+            f"For {form}, your list contains {', '.join(map(str, more[:3]))}. This layer is "
+            f"converted, or the name is not a layer name such as {names[0]!r}.",
         )
         missing = [name for name in right if name not in found]
-        need(not missing, f"For {form} it does not name {', '.join(missing)}.")
-        need(found == right, f"For {form} it names a layer twice, or in another order.")
-    return "Such a list is what torchao's `module_filter_fn` is given in the lines of the report."
+        need(not missing, f"For {form}, your list does not contain {', '.join(missing)}.")
+        need(
+            found == right,
+            f"For {form}, your list has a name twice, or the names are in another order.",
+        )
+    return "The code in the report passes such a list to torchao, in `module_filter_fn`."

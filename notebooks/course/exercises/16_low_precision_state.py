@@ -20,26 +20,29 @@ def check_smallest_update(bound: float) -> str:
     """Half of the distance from 0.75 to the next number of bf16."""
     need(
         bound != 2**-8,
-        "That is the whole distance to the next number: rounding to nearest helps from the middle.",
+        "This is the whole distance to the next number. From half of it on, the sum is "
+        "rounded to the next number.",
     )
     spacing_at_1 = 2**-7
     from_1 = (spacing_at_1, 0.75 * spacing_at_1, 0.75 * spacing_at_1 / 2)
     need(
         bound not in from_1,
-        f"{bound:g} follows from the spacing at 1: between 0.5 and 1 the numbers lie closer.",
+        f"{bound:g} uses the spacing at 1. Between 0.5 and 1, the spacing is smaller.",
     )
     weight = torch.tensor(0.75, dtype=torch.bfloat16)
     more = 1.01 * bound
     need(
         _moves(weight, more),
-        f"An update of {more:g}, a little more than your bound, is rounded away.",
+        f"An update of {more:g}, which is a little larger than your number, does not change "
+        "the weight.",
     )
     less = 0.99 * bound
     need(
         not _moves(weight, less),
-        f"An update of {less:g}, a little less than your bound, moves the weight already.",
+        f"An update of {less:g}, which is a little smaller than your number, already changes "
+        "the weight.",
     )
-    return "An update of 0.001 or less, as of Adam at that learning rate, is lost on such a weight."
+    return "For example, an update of 0.001 does not change a weight of 0.75."
 
 
 @exercise
@@ -52,15 +55,15 @@ def check_round_stochastically(round_stochastically: Callable[[torch.Tensor], An
         for whole in found.unique().tolist():
             need(
                 whole in (below, below + 1),
-                f"{value} becomes {whole:g}, which is not one of the two whole numbers beside it.",
+                f"{value} becomes {whole:g}. This is not one of the two integers next to it.",
             )
         mean = float(found.mean())
         bias = abs(mean - value)
         need(
             bias < 0.02,
-            f"{value} becomes {mean:.2f} on average over 20,000 values.",
+            f"The mean of 20,000 rounded values is {mean:.2f}, but it should be about {value}.",
         )
-    return "On average nothing is lost."
+    return "The mean does not change."
 
 
 @exercise
@@ -75,20 +78,20 @@ def check_bytes(bytes_each: float) -> str:
     forgot_scales = math.isclose(bytes_each, without_scales)
     need(
         not forgot_scales,
-        "Add the scales: each moment has four bytes for every 256 values.",
+        "Add the scales: each moment needs four bytes for every 256 values.",
     )
     gave_each_a_scale = math.isclose(bytes_each, with_own_scales)
     need(
         not gave_each_a_scale,
-        "A scale is shared: it costs a value 4 / 256 bytes, and not 4.",
+        "256 values share a scale, so it adds 4 / 256 bytes for each value, not 4.",
     )
     forgot_a_moment = math.isclose(bytes_each, with_one_moment)
-    need(not forgot_a_moment, "That is one moment, and Adam has two.")
+    need(not forgot_a_moment, "This is one moment. Adam has two.")
     need(
         abs(bytes_each - right) < 1e-3,
-        f"It is not {bytes_each:g}: count three bf16 numbers, and two moments with their scales.",
+        f"{bytes_each:g} is wrong. Count three bf16 numbers, and two moments with their scales.",
     )
-    return "Stochastic rounding would save two bytes of them."
+    return "With stochastic rounding, you would need two bytes less."
 
 
 @exercise
@@ -102,17 +105,17 @@ def check_store_squares(store_squares: Callable[[torch.Tensor], Any]) -> str:
     step = largest / 256
     is_positive = found > 0
     zeros = int((~is_positive).sum())
-    need(zeros == 0, f"{zeros} squares become 0 or less: they have to stay at one step.")
+    need(zeros == 0, f"{zeros} squares become 0 or negative. Use at least one step.")
     is_within = found <= 1.001 * largest
-    need(bool(is_within.all()), "A square becomes larger than the largest of its row.")
+    need(bool(is_within.all()), "A square becomes larger than the largest square in its row.")
     steps_off = ((found - rows) / step).abs()
     worst = float(steps_off[rows > step].max())
     need(
         worst < 0.501,
-        f"A square is {worst:.2g} steps off, and the nearest is half a step off: "
-        "each row has a step of its own.",
+        f"The error of a square is {worst:.2g} steps, but rounding to nearest gives at most "
+        "half a step. Each row has a different step.",
     )
     steps = found / step
     from_whole = (steps - steps.round()).abs()
-    need(float(from_whole.max()) < 1e-2, "A square is no multiple of its row's step.")
-    return "Eight bits, and nothing is ever divided by zero."
+    need(float(from_whole.max()) < 1e-2, "A square is not a multiple of the step of its row.")
+    return "Each square fits into eight bits, and no update is divided by zero."

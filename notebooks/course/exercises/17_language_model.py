@@ -17,12 +17,15 @@ def check_logits(gibibytes: float) -> str:
     right = values * 6 / 2**30
     need(
         abs(gibibytes - values * 6 / 1e9) > 0.05,
-        f"{gibibytes:.4g} is right in GB, of 10^9 bytes: a GiB has 2^30.",
+        f"{gibibytes:.4g} would be right in GB, which is 10^9 bytes. A GiB has 2^30 bytes.",
     )
-    need(abs(gibibytes - values * 2 / 2**30) > 0.05, "That is bf16 alone: the copy comes on top.")
-    need(abs(gibibytes - values * 4 / 2**30) > 0.05, "That is the fp32 copy alone.")
-    need(abs(gibibytes - right) < 0.05, f"It is not {gibibytes:.4g} GiB: six bytes a value.")
-    return "And the backward pass makes gradients of the same size."
+    need(abs(gibibytes - values * 2 / 2**30) > 0.05, "This is bf16 alone. Add the fp32 copy.")
+    need(abs(gibibytes - values * 4 / 2**30) > 0.05, "This is the fp32 copy alone.")
+    need(
+        abs(gibibytes - right) < 0.05,
+        f"{gibibytes:.4g} GiB is wrong. Count six bytes for each value.",
+    )
+    return "In addition, the backward pass computes gradients of the same size."
 
 
 @exercise
@@ -35,14 +38,15 @@ def check_agreement(attend: Callable[[Tensor, Tensor, Tensor], Any]) -> str:
         name = str(dtype).removeprefix("torch.")
         need(
             found.dtype == dtype,
-            f"For v in {name} it returns {str(found.dtype).removeprefix('torch.')}.",
+            f"For v in {name}, your function returns {str(found.dtype).removeprefix('torch.')}.",
         )
         right = F.scaled_dot_product_attention(q.to(dtype), k.to(dtype), v.to(dtype))
         need(
             torch.equal(found, right),
-            f"It was not computed in {name}: cast q and k down, rather than v up.",
+            f"The attention did not run in {name}. Cast q and k to the dtype of v, instead of "
+            "v to fp32.",
         )
-    return "In 16 bits the flash kernels of GPUs can take it."
+    return "In 16 bits, a GPU can use its flash attention kernels."
 
 
 @exercise
@@ -55,14 +59,14 @@ def check_chunked(mean_of_chunks: Callable[[Tensor, Tensor], Any]) -> str:
     means = torch.stack([F.cross_entropy(*half) for half in halves]).mean()
     need(
         not torch.allclose(found, means),
-        "That is the mean of two means, and the second chunk has a single target.",
+        "This is the mean of two means, but the second chunk has only one target.",
     )
     need(
         not torch.allclose(found, right * 5 / 8),
-        "Padding is counted: divide by the number of targets that are not -100.",
+        "You counted the padding too. Divide by the number of targets that are not -100.",
     )
-    need(bool(torch.allclose(found, right)), f"It is {found:.4f}, and not the mean.")
-    return "The same holds for accumulation over batches with padding."
+    need(bool(torch.allclose(found, right)), f"{found:.4f} is not the mean.")
+    return "The same is true if you accumulate gradients over batches with padding."
 
 
 @exercise
@@ -72,13 +76,16 @@ def check_merge(merge: Callable[[Tensor, Tensor, Tensor, float], Any]) -> str:
     weight = torch.randn(32, 32).bfloat16()
     up, down, scaling = torch.randn(32, 4) * 0.01, torch.randn(4, 32) * 0.1, 2.0
     found = call(merge, weight, up, down, scaling)
-    need(found.dtype is torch.bfloat16, "The merged weight has to be bf16, like the base.")
+    need(found.dtype is torch.bfloat16, "The merged weight must be bf16, like the base weight.")
     right = (weight.float() + scaling * (up @ down)).bfloat16()
     need(
         not torch.equal(found, (weight.float() + up @ down).bfloat16()),
-        "The scaling is missing.",
+        "Multiply the update by `scaling`.",
     )
     twice = weight + (scaling * (up @ down)).bfloat16()
-    need(not torch.equal(found, twice), "The update was rounded before it was added.")
-    need(torch.equal(found, right), "It is not the sum in fp32, rounded once.")
-    return "Once is as good as bf16 can be. The adapter alone loses nothing."
+    need(not torch.equal(found, twice), "You rounded the update before you added it.")
+    need(torch.equal(found, right), "The result is not the fp32 sum, rounded once.")
+    return (
+        "One rounding is the best result in bf16. An adapter that you do not merge has no "
+        "such error."
+    )

@@ -15,18 +15,21 @@ def check_gibibytes(gibibytes: float) -> str:
     right = 8e9 * (1 + 4 / 4096) / 2**30
     need(
         abs(gibibytes - right * 2**30 / 1e9) > 0.02,
-        f"{gibibytes:.3g} is right in GB, of 10^9 bytes: a GiB has 2^30.",
+        f"{gibibytes:.3g} would be right in GB, which is 10^9 bytes. A GiB has 2^30 bytes.",
     )
     need(
         abs(gibibytes - 2 * 8e9 / 2**30) > 0.05,
-        "That is bf16, with two bytes for each weight.",
+        "This is bf16, with two bytes for each weight.",
     )
     need(
         abs(gibibytes - 5 * 8e9 / 2**30) > 0.05,
-        "A row shares its scale: it costs a weight 4 / 4096 bytes, and not 4.",
+        "The weights of a row share one scale, so it adds 4 / 4096 bytes for each weight, not 4.",
     )
-    need(abs(gibibytes - right) < 0.02, f"It is not {gibibytes:.3g} GiB: count a byte a weight.")
-    return "The scales are a thousandth of it. The cache of keys and values comes on top."
+    need(
+        abs(gibibytes - right) < 0.02,
+        f"{gibibytes:.3g} GiB is wrong. Count one byte for each weight.",
+    )
+    return "The scales are a thousandth of this size. The KV cache needs additional memory."
 
 
 @exercise
@@ -35,15 +38,15 @@ def check_changed(changed_share: Callable[[torch.Tensor, torch.Tensor], Any]) ->
     reference = torch.tensor([[1.0, 2.0], [3.0, 1.0], [0.5, 0.6], [9.0, 8.0]])
     other = torch.tensor([[1.1, 1.9], [3.0, 1.1], [0.6, 0.5], [8.0, 7.0]]).bfloat16()
     found = float(call(changed_share, reference, other))
-    need(found != 1, "That is the count: give the share of the rows.")
-    need(found != 0.75, "That is the share that stayed the same.")
+    need(found != 1, "This is the number of changed rows. Return their share.")
+    need(found != 0.75, "This is the share of rows that did not change.")
     need(
         found == 0.25,
-        f"One of four decisions changed, and it returns {found:g}: compare where the largest value "
-        "stands, and not the values.",
+        f"One of four decisions changed, but your function returns {found:g}. Compare the "
+        "positions of the largest values, not the values.",
     )
-    need(float(call(changed_share, reference, reference)) == 0, "Without a change it has to be 0.")
-    return "This is the number to report for your model, with the number of inputs."
+    need(float(call(changed_share, reference, reference)) == 0, "If nothing changed, return 0.")
+    return "Report this share for your model, together with the number of inputs."
 
 
 class _Half(nn.Module):
@@ -53,8 +56,8 @@ class _Half(nn.Module):
         self.given = x.dtype
         need(
             x.dtype is torch.bfloat16,
-            f"The model with bf16 weights was given images in {str(x.dtype).removeprefix('torch.')}"
-            ", which PyTorch refuses: cast them first.",
+            f"You passed {str(x.dtype).removeprefix('torch.')} images to the bf16 model, so "
+            "PyTorch would raise an error. Cast the images first.",
         )
         return x.flatten(1)[:, :10] * 20
 
@@ -67,17 +70,18 @@ def check_predict(predict: Callable[[nn.Module, torch.Tensor], Any]) -> str:
     found = call(predict, _Half(), images)
     need(
         found.dtype is torch.float32,
-        f"It returns {str(found.dtype).removeprefix('torch.')}: users of probabilities want fp32.",
+        f"Your function returns {str(found.dtype).removeprefix('torch.')}, but it should "
+        "return fp32 probabilities.",
     )
     off = float((found.sum(1) - 1).abs().max())
     need(
         off < 1e-5,
-        f"The probabilities of an image add up to something {off:.2g} away from 1: take the "
-        "softmax, over the classes, of logits that are fp32 already.",
+        f"The sum of the probabilities of an image differs from 1 by up to {off:.2g}. Cast the"
+        " logits to fp32, and then call softmax over the classes.",
     )
     right = (images.bfloat16().flatten(1)[:, :10] * 20).float().softmax(1)
-    need(bool(torch.allclose(found, right)), "They are no softmax of the logits.")
-    return "In bf16 the probabilities of an image would not even add up to 1."
+    need(bool(torch.allclose(found, right)), "These are not the softmax of the logits.")
+    return "In bf16, the sum of the probabilities of an image would not even be 1."
 
 
 @exercise
@@ -95,8 +99,8 @@ def check_fold(fold: Callable[[nn.Conv2d, nn.BatchNorm2d], Any]) -> str:
         weight, bias = call(fold, convolution, norm)
         need(
             tuple(weight.shape) == (4, 3, 3, 3),
-            f"The weight has the shape {tuple(weight.shape)}: it stays (4, 3, 3, 3), with a factor "
-            "for each output channel.",
+            f"The weight has the shape {tuple(weight.shape)} instead of (4, 3, 3, 3). Multiply"
+            " it by one factor for each output channel.",
         )
         x = torch.randn(2, 3, 8, 8)
         exact = norm(convolution(x))
@@ -107,11 +111,11 @@ def check_fold(fold: Callable[[nn.Conv2d, nn.BatchNorm2d], Any]) -> str:
         )
     need(
         float(slope.abs().max()) < 1e-4,
-        "The weight differs from that of convolution and norm together: look at the factor.",
+        "The weight is wrong. Check the factor of each output channel.",
     )
     need(
         float(off.max()) < 1e-4,
-        f"The weight is right, and the outputs are still up to {float(off.max()):.2g} off: look at "
-        "the bias, from which the mean, times the factor, is taken.",
+        f"The weight is right, but the outputs still differ by up to {float(off.max()):.2g}. "
+        "Check the bias: you have to subtract the mean times the factor.",
     )
-    return "Do this in fp32, and cast the result."
+    return "Compute this in fp32, and then cast the result."

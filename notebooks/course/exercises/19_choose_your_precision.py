@@ -33,26 +33,31 @@ _CASES = {
     "train a ResNet on a T4": _Case(
         "t4",
         "train",
-        "a T4 multiplies fp16 alone fast, and small gradients can vanish without a scaler",
+        "of fp16 and bf16, a T4 multiplies only fp16 fast, and small gradients can vanish "
+        "without a scaler",
     ),
-    "train a GPT on an A100": _Case("a100", "train", "an A100 has bf16, and training needs range"),
+    "train a GPT on an A100": _Case(
+        "a100", "train", "an A100 multiplies bf16 fast, and training needs the range"
+    ),
     "serve a BERT, trained in fp32, on a V100": _Case(
-        "v100", "infer", "a V100 has no bf16, only emulates it"
+        "v100", "infer", "a V100 multiplies fp16 fast, but not bf16"
     ),
     "serve a language model on an RTX 4090": _Case(
-        "rtx-4090", "infer", "it has bf16, and serving casts once"
+        "rtx-4090", "infer", "it multiplies bf16 fast, and you cast the weights once"
     ),
     "train a U-Net on a GTX 1660": _Case(
-        "gtx-1660", "train", "it has no tensor cores, and fp16 can give NaN there"
+        "gtx-1660", "train", "it has no tensor cores, and fp16 can give NaN on it"
     ),
     "solve an ill-conditioned system on an H100": _Case(
-        "h100", "exact", "every digit counts, and TF32 keeps 11 bits"
+        "h100", "exact", "you need every digit, and TF32 has only 11 bits"
     ),
-    "fine-tune on an Arc A770": _Case("arc-a770", "train", "it lacks the float64 of a scaler"),
-    "train on an MI250X": _Case("mi250x", "train", "it makes fp16's subnormals 0"),
-    "serve on a CPU with AMX": _Case("amx", "infer", "AMX multiplies bf16"),
+    "fine-tune on an Arc A770": _Case(
+        "arc-a770", "train", "a scaler needs float64, which this GPU does not have"
+    ),
+    "train on an MI250X": _Case("mi250x", "train", "it rounds the subnormal numbers of fp16 to 0"),
+    "serve on a CPU with AMX": _Case("amx", "infer", "AMX multiplies bf16 fast"),
     "train on a laptop's CPU with AVX2 alone": _Case(
-        "avx2", "train", "nothing else is faster there"
+        "avx2", "train", "no other format is faster there"
     ),
 }
 _IN_TRAINING = {"bf16": "bf16 under autocast", "fp16": "fp16 with a scaler", "fp32": "fp32"}
@@ -76,7 +81,10 @@ def _fast_format(hardware: str) -> str:
 
 
 def _need_all(answers: Mapping[str, str], wanted: Mapping[str, Any]) -> None:
-    need(set(answers) == set(wanted), "Keep the lines as they are, and fill in each.")
+    need(
+        set(answers) == set(wanted),
+        "Keep the lines of the exercise, and write an answer into each.",
+    )
     for answer in answers.values():
         call(lambda given=answer: given)  # the dots of the stub are no answer
 
@@ -86,12 +94,12 @@ def check_cases(answers: dict[str, str]) -> str:
     """What to begin with, in ten cases."""
     _need_all(answers, _CASES)
     strange = [answer for answer in answers.values() if answer not in _CHOICES]
-    need(not strange, f"{strange[:1]} is none of {', '.join(_CHOICES)}.")
+    need(not strange, f"{strange[:1]} is not one of {', '.join(_CHOICES)}.")
     wrong = [name for name, case in _CASES.items() if answers[name] != _right(case)]
     if wrong:
         name = wrong[0]
-        need(False, f"Look again at “{name}” ({len(wrong)} of 10): {_CASES[name].why}.")
-    return "All ten. Now measure: it is where to begin, and not where to end."
+        need(False, f"{len(wrong)} of 10 are wrong. Look again at “{name}”: {_CASES[name].why}.")
+    return "All ten are right. Start with these precisions, and then measure."
 
 
 def _rounded(bits: int) -> Callable[[Tensor, Tensor], Tensor]:
@@ -110,10 +118,15 @@ def check_bits(bits_left: Callable[[Any], Any]) -> str:
         found = int(call(bits_left, _rounded(bits)))
         need(
             found != bits - 1,
-            f"For {name} it returns {found}: the leading 1 is a bit of the significand too.",
+            f"For {name}, your function returns {found}. The leading 1 is also a bit of the "
+            "significand.",
         )
-        need(found == bits, f"A product in {name} keeps {bits} bits, and it returns {found}.")
-    return "This is how `amp-lab doctor` tells TF32 from fp32 on a GPU."
+        need(
+            found == bits,
+            f"A matmul in {name} keeps {bits} bits of its inputs, but your "
+            f"function returns {found}.",
+        )
+    return "`amp-lab doctor` uses this test to tell TF32 from fp32 on a GPU."
 
 
 @exercise
@@ -128,8 +141,14 @@ def check_outputs(outputs: dict[str, str]) -> str:
     _need_all(outputs, right)
     wrong = [setting for setting in right if outputs[setting] != right[setting]]
     if wrong:
-        need(False, f"Not so: {wrong[0]}. Does it wrap the model, and cast what that returns?")
-    return "So a loss that you compute from them is in fp32 with some, and not with others."
+        need(
+            False,
+            f"This one is wrong: {wrong[0]}. Does this setting wrap the model and cast"
+            " its outputs?",
+        )
+    return (
+        "So a loss that you compute from these outputs is in fp32 only with some of these settings."
+    )
 
 
 @exercise
@@ -149,19 +168,21 @@ def check_scale_down(scale_down: Callable[[nn.Module, Tensor], Any]) -> str:
         wanted = before(x)
         found = model(x)
     need(
-        largest <= 1024, f"The first layer still returns ±{largest:.4g}: it has to be 1024 or less."
+        largest <= 1024,
+        f"The first layer still returns up to ±{largest:.4g}. It must return at most 1024.",
     )
     need(
         largest > 256,
-        f"The first layer returns ±{largest:.4g} at most: you took more than was asked.",
+        f"The first layer returns at most ±{largest:.4g}. You divided by more than necessary.",
     )
     need(
         torch.allclose(found, wanted, rtol=1e-4),
-        "The outputs changed: what the first layer's weight and bias lose, the last layer's weight "
-        "has to gain, and its bias stays.",
+        "The outputs changed. Divide the weight and bias of the first layer by a number, "
+        "multiply the weight of the last layer by it, and leave the bias of the last layer as"
+        " it is.",
     )
     need(
         torch.equal(found, wanted),
-        "The outputs are nearly the same. With a power of two they are the same to the bit.",
+        "The outputs are nearly the same. With a power of two, they are exactly the same.",
     )
-    return "Nothing was rounded on the way, for a power of two changes exponents alone."
+    return "A power of two changes only the exponents, so no value was rounded."

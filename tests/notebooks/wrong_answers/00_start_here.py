@@ -2,10 +2,13 @@
 
 WRONG_ANSWERS = {
     "check_needs_scaler": [
-        ("def needs_scaler(dtype):\n    return True", "would it lose gradients that fp32 keeps?"),
+        (
+            "def needs_scaler(dtype):\n    return True",
+            "Does this dtype lose gradients that fp32 keeps?",
+        ),
         (
             "def needs_scaler(dtype):\n    return dtype is torch.bfloat16",
-            "For torch.float16 you say False",
+            "For torch.float16, you answered False",
         ),
     ],
     "check_marked_lines": [

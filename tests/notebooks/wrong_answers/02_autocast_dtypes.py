@@ -3,7 +3,10 @@
 WRONG_ANSWERS = {
     "check_dtypes": [
         ('dtypes = ["bf16", "fp32", "fp32", "fp32", "fp32"]', "`relu` is not on the list"),
-        ('dtypes = ["bf16", "bf16", "fp32", "fp32", "fp32"]', "changes no tensor that exists"),
+        (
+            'dtypes = ["bf16", "bf16", "fp32", "fp32", "fp32"]',
+            "after the block, autocast no longer casts, and `e` already",
+        ),
         ('dtypes = ["bf16", "bf16"]', "a list of five strings"),
     ],
     "check_island": [
@@ -13,11 +16,11 @@ def square_in_fp32(matrix):
     with torch.autocast("cpu", enabled=False):
         return matrix @ matrix
 """,
-            "changes no dtype that comes in",
+            "`enabled=False` turns casting off, but does not change",
         ),
         (
             "def square_in_fp32(matrix):\n    return matrix.float() @ matrix.float()",
-            "cast the matrix down again",
+            "autocast has cast the matrix to bf16 again",
         ),
         (
             "def square_in_fp32(matrix):\n    return (matrix @ matrix).float()",
@@ -26,8 +29,8 @@ def square_in_fp32(matrix):
     ],
     "check_casts": [
         ("number_of_casts = 6", "without a cache"),
-        ("number_of_casts = 2", "if the cache kept both"),
-        ("number_of_casts = 3", "by themselves"),
+        ("number_of_casts = 2", "2 would be right if the cache stored both casts"),
+        ("number_of_casts = 3", "Count the casts of `x` and the casts of `w` separately"),
     ],
     "check_policy": [
         (
@@ -37,8 +40,11 @@ def policy(op):
         dtype = op(torch.rand(4, 4)).dtype
     return "fp32" if dtype is torch.float32 else "lower precision"
 """,
-            "no single call",
+            "You need both calls to tell the three policies apart",
         ),
-        ("def policy(op):\n    return op(torch.rand(4, 4)).dtype", "none of the three"),
+        (
+            "def policy(op):\n    return op(torch.rand(4, 4)).dtype",
+            "which is not one of the three policies",
+        ),
     ],
 }

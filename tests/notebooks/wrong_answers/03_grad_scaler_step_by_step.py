@@ -2,8 +2,8 @@
 
 WRONG_ANSWERS = {
     "check_smallest_scale": [
-        ("smallest_scale = 2", "still rounds to 0"),
-        ("smallest_scale = 65536", "go lower"),
+        ("smallest_scale = 2", "still rounds this to 0"),
+        ("smallest_scale = 65536", "The gradient does not become 0"),
         ("smallest_scale = 3", "a power of two"),
     ],
     "check_scale_after": [
@@ -29,7 +29,7 @@ def clipped_step(loss, model, optimizer, scaler):
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     scaler.update()
 """,
-            "clip before the optimizer takes its step",
+            "Clip to a norm of 1 before the optimizer step",
         ),
         (
             """
@@ -39,7 +39,7 @@ def clipped_step(loss, model, optimizer, scaler):
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     scaler.step(optimizer)
 """,
-            "has not counted a good step",
+            "The weights are right, but the scaler did not count a good",
         ),
         (
             """
@@ -48,11 +48,14 @@ def clipped_step(loss, model, optimizer, scaler):
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
 """,
-            "was not used at all",
+            "The weights are right, but the scaler did not count a good",
         ),
     ],
     "check_resumed": [
-        ("def resumed_scaler(state):\n    return torch.amp.GradScaler('cpu')", "had come to 512"),
+        (
+            "def resumed_scaler(state):\n    return torch.amp.GradScaler('cpu')",
+            "but the old scaler had reached 512",
+        ),
         (
             "def resumed_scaler(state):\n"
             "    return torch.amp.GradScaler('cpu', init_scale=state['scale'])",

@@ -15,7 +15,7 @@ def seconds_of(step, wait):
     step()
     return time.perf_counter() - started
 """,
-            "before the device has done the work",
+            "It stops before the device has finished",
         ),
         (
             """
@@ -43,7 +43,7 @@ def paired(fp32_losses, bf16_losses):
     differences = bf16_losses - fp32_losses
     return differences.mean(), differences.std()
 """,
-            "the spread of a single difference",
+            "is the standard deviation of a single difference",
         ),
         (
             """
@@ -55,8 +55,8 @@ def paired(fp32_losses, bf16_losses):
         ),
     ],
     "check_memory_share": [
-        ("memory_share = 0.5", "What does autocast leave in fp32?"),
-        ("memory_share = 0.7", "only one of them changes"),
+        ("memory_share = 0.5", "Half would be right if autocast stored everything in 16 bits"),
+        ("memory_share = 0.7", "Write down the four parts in both precisions"),
         ("memory_share = 1800", "between 0 and 1"),
     ],
 }

@@ -15,28 +15,34 @@ def mended_loop(model, optimizer, epochs):
 
 WRONG_ANSWERS = {
     "check_needed_difference": [
-        ("needed_difference = 0.025", "asks for points"),
-        ("needed_difference = 2", "Seeds differ as well"),
-        ("needed_difference = 1.5", "allows two"),
-        ("needed_difference = 20", "Work out the standard error"),
+        ("needed_difference = 0.025", "The question asks for percentage points"),
+        ("needed_difference = 2", "You counted only the two standard errors"),
+        ("needed_difference = 1.5", "You added one standard error, but the yardstick uses two"),
+        ("needed_difference = 20", "Compute the standard error of 90 % accuracy on 900 images"),
     ],
     "check_speedups": [
         ("speedups = 1.0", "two numbers"),
         ("speedups = ((2 + 0.5 + 1) / 3, 1.33)", "mean of three speed-ups"),
-        ("speedups = (100 / (30 + 15 + 10), 100 / 70)", "not the speed-up of plain"),
-        ("speedups = (1.0, 100 / (30 + 10))", "take their 30 ms again"),
+        (
+            "speedups = (100 / (30 + 15 + 10), 100 / 70)",
+            "Add up the milliseconds of the three parts, and divide 100 ms",
+        ),
+        (
+            "speedups = (1.0, 100 / (30 + 10))",
+            "The depthwise layers take 30 ms again, and the pointwise",
+        ),
     ],
     "check_mended_loop": [
         (_LOOP.format(step="scaler.step(optimizer); scaler.update()"), "3 good steps in a row"),
-        (_LOOP.format(step="optimizer.step()"), "no longer finite"),
+        (_LOOP.format(step="optimizer.step()"), "The weights are inf or NaN"),
         (
             _LOOP.format(step="scaler.unscale_(optimizer); optimizer.step(); scaler.update()"),
-            "no longer finite",
+            "The weights are inf or NaN",
         ),
     ],
     "check_superfluous": [
-        ("superfluous = {'scaler'}", "do without 1 more"),
+        ("superfluous = {'scaler'}", "and 1 more"),
         ("superfluous = {'scaler', 'random', 'scheduler'}", "Without 'scheduler'"),
-        ("superfluous = {'weights'}", "names are those of the task"),
+        ("superfluous = {'weights'}", "use the names from the exercise"),
     ],
 }

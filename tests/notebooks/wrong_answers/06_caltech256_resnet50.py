@@ -3,14 +3,14 @@
 WRONG_ANSWERS = {
     "check_map_size": [
         ("map_mib = 392", "size in fp32"),
-        ("map_mib = 98", "counted numbers"),
-        ("map_mib = 0.77", "multiply images"),
+        ("map_mib = 98", "Each of them has two bytes"),
+        ("map_mib = 0.77", "Multiply images, channels, height, width and bytes, and divide"),
     ],
     "check_largest_batch": [
-        ("largest = 1274", "no positive multiple"),
-        ("largest = 1440", "was to stay free"),
-        ("largest = 1472", "more than the whole GPU"),
-        ("largest = 1216", "32 more fit"),
+        ("largest = 1274", "is not a positive multiple of 32"),
+        ("largest = 1440", "This fits into the GPU, but leaves less than 1 GiB free"),
+        ("largest = 1472", "This is more than the memory of the GPU"),
+        ("largest = 1216", "so 32 more images also fit"),
     ],
     "check_head_mode": [
         (
@@ -23,7 +23,7 @@ WRONG_ANSWERS = {
     "check_halved": [
         ("halved = {'activations', 'weights'}", "the weights took"),
         ("halved = {'activations', 'gradients'}", "the gradients took"),
-        ("halved = set()", "Something is missing"),
-        ("halved = {'maps'}", "names are those of the task"),
+        ("halved = set()", "You left out something that an op under autocast returns"),
+        ("halved = {'maps'}", "use the names from the exercise"),
     ],
 }

@@ -9,18 +9,24 @@ _END = "def end_of_step(optimizer, scaler, scheduler):\n    scaler.step(optimize
 
 WRONG_ANSWERS = {
     "check_lengths": [
-        ("lengths = (0.5, 0.0003)", "What does `step` still do"),
+        ("lengths = (0.5, 0.0003)", "What does `step` do after that"),
         ("lengths = (6 / 1024, 0.0003)", "6 times 1024"),
-        ("lengths = (0.5 / 1024, 0.5 / 1024)", "does clipping change it"),
-        ("lengths = 0.5", "Two numbers"),
+        (
+            "lengths = (0.5 / 1024, 0.5 / 1024)",
+            "The first number is right, but the final length of the second",
+        ),
+        ("lengths = 0.5", "The answer is two numbers, such as (6.0, 0.0003), but you gave"),
     ],
     "check_group_step": [
         (
             _GROUP + "    clip_grad_norm_(model.parameters(), 0.1)\n"
             "    scaler.step(optimizer)\n    scaler.update()",
-            "still multiplied by it",
+            "The gradients were divided by the scale twice, or you clipped",
         ),
-        (_GROUP + "    scaler.step(optimizer)\n    scaler.update()", "was not clipped"),
+        (
+            _GROUP + "    scaler.step(optimizer)\n    scaler.update()",
+            "Clip the sum of the gradients before the step",
+        ),
         (
             _GROUP + "        scaler.unscale_(optimizer)\n"
             "        clip_grad_norm_(model.parameters(), 0.1)\n"
@@ -31,7 +37,7 @@ WRONG_ANSWERS = {
             _GROUP + "        scaler.unscale_(optimizer)\n"
             "        clip_grad_norm_(model.parameters(), 0.1)\n        scaler.update()\n"
             "    scaler.step(optimizer)\n    scaler.update()",
-            "once too often",
+            "The gradients were divided by the scale twice, or you clipped",
         ),
     ],
     "check_end_of_step": [
@@ -43,13 +49,13 @@ WRONG_ANSWERS = {
         (
             _END + "    before = scaler.get_scale()\n    scaler.update()\n"
             "    if scaler.get_scale() == before:\n        scheduler.step()",
-            "has *risen*",
+            "Without an overflow, you called `scheduler.step` only",
         ),
         (_END + "    scheduler.step()", "since the last update"),
     ],
     "check_after_unscale": [
-        ("after_unscale = {'log', 'clamp', 'noise', 'freeze'}", "`freeze` ends with the same"),
+        ("after_unscale = {'log', 'clamp', 'noise', 'freeze'}", "`freeze` gives the same result"),
         ("after_unscale = {'clamp'}", "2 more"),
-        ("after_unscale = 'log'", "A set of names"),
+        ("after_unscale = 'log'", "The answer is a set of names from"),
     ],
 }

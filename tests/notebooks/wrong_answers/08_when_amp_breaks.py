@@ -2,9 +2,9 @@
 
 WRONG_ANSWERS = {
     "check_largest_value": [
-        ("largest_value = 255", "infinite in fp16"),
-        ("largest_value = 181", "infinite in fp16"),
-        ("largest_value = 128", "Go higher"),
+        ("largest_value = 255", "fp16 rounds the squares and their sum, and its largest number"),
+        ("largest_value = 181", "fp16 rounds the squares and their sum, and its largest number"),
+        ("largest_value = 128", "does not overflow either"),
     ],
     "check_diagnosis": [
         ('codes = ("AMP0003", "AMP0015", "AMP0007")', "should change in each step"),
@@ -51,14 +51,14 @@ def advance(scaler, scheduler):
     if scaler.get_scale() > before:
         scheduler.step()
 """,
-            "only when the scale rose",
+            "You called `scheduler.step` only if the scale rose",
         ),
         (
             """
 def advance(scaler, scheduler):
     scheduler.step()
 """,
-            "belongs into the function",
+            "Call `scaler.update()` once in your function",
         ),
     ],
 }

@@ -2,9 +2,9 @@
 
 WRONG_ANSWERS = {
     "check_number_of_casts": [
-        ("number_of_casts = 4", "travel through the network"),
-        ("number_of_casts = 5", "too few"),
-        ("number_of_casts = 8", "too many"),
+        ("number_of_casts = 4", "is the number of weights and biases in the linear layers"),
+        ("number_of_casts = 5", "is too small"),
+        ("number_of_casts = 8", "is too large"),
     ],
     "check_casts_up": [
         (
@@ -12,14 +12,14 @@ WRONG_ANSWERS = {
 def casts_up(rows):
     return sum(name == "_to_copy" for name, _, _ in rows)
 """,
-            "those that go down",
+            "This counts all copies, also casts from fp32 and copies",
         ),
         (
             """
 def casts_up(rows):
     return sum("fp32" not in before and after == ("fp32",) for _, before, after in rows)
 """,
-            "no cast",
+            "You may have counted a sum of fp16 numbers that returns fp32",
         ),
         (
             """
@@ -35,20 +35,20 @@ def casts_up(rows):
 def precise_loss(logits, target):
     return F.cross_entropy(logits, target).float()
 """,
-            "too late",
+            "the numbers were rounded before the result",
         ),
         (
             """
 def precise_loss(logits, target):
     return F.nll_loss(logits.float(), target)
 """,
-            "something else",
+            "For fp32 logits, your function does not return their",
         ),
     ],
     "check_gigabytes": [
         ("gigabytes = 48", "AdamW"),
         ("gigabytes = 30", "stay fp32"),
         ("gigabytes = 24", "stay fp32"),
-        ("gigabytes = 12", "is not it"),
+        ("gigabytes = 12", "Add the bytes of weight, gradient and momentum"),
     ],
 }

@@ -4,10 +4,10 @@ _LAST = "memory_format=torch.channels_last"
 
 WRONG_ANSWERS = {
     "check_layer_flops": [
-        ("layer_flops = 2 * 1024 * 64 * 128", "is the forward pass"),
+        ("layer_flops = 2 * 1024 * 64 * 128", "is the number for the forward pass"),
         ("layer_flops = 3 * 1024 * 64 * 128", "an addition are two"),
         ("layer_flops = 4 * 1024 * 64 * 128", "only one matmul in the backward pass"),
-        ("layer_flops = 64 * 128", "Multiply the pixels"),
+        ("layer_flops = 64 * 128", "Multiply pixels, weights, 2, and the number of matmuls"),
     ],
     "check_least_ms": [
         (
@@ -23,7 +23,7 @@ WRONG_ANSWERS = {
         (
             "def least_ms(flops, nbytes, flops_per_s, bytes_per_s):\n"
             "    return 1e3 * flops / flops_per_s",
-            "takes longer than that",
+            "but the other of the two takes longer",
         ),
     ],
     "check_to_channels_last": [
@@ -35,7 +35,7 @@ WRONG_ANSWERS = {
         (
             f"def to_channels_last(model, images):\n    model.to({_LAST})\n"
             "    return model, images.permute(0, 2, 3, 1)",
-            "It should stay",
+            "Only the order in memory should change",
         ),
         (
             f"def to_channels_last(model, images):\n    return model, images.to({_LAST})",
@@ -45,6 +45,6 @@ WRONG_ANSWERS = {
     "check_pays_from": [
         ("pays_from = 16", "reaches below 1"),
         ("pays_from = 128", "a smaller size"),
-        ("pays_from = 100", "One of the sizes"),
+        ("pays_from = 100", "The answer is one of the sizes"),
     ],
 }

@@ -4,10 +4,10 @@ WRONG_ANSWERS = {
     "check_megabytes": [
         ("megabytes = 350", "Autocast casts the inputs"),
         ("megabytes = 400", "is the size of the gradients"),
-        ("megabytes = 800", "keeps its own part"),
+        ("megabytes = 800", "MB is twice the size of the gradients"),
     ],
     "check_per_rank": [
-        ("gigabytes_per_rank = 112", "DDP holds on every rank"),
+        ("gigabytes_per_rank = 112", "FSDP2 divides it by the number of ranks"),
         ("gigabytes_per_rank = 7", "The shards stay fp32"),
         ("gigabytes_per_rank = 12.25", "The shards stay fp32"),
     ],
@@ -22,7 +22,7 @@ def one_step(loss, model, optimizer, scaler, average):
     scaler.step(optimizer)
     scaler.update()
 """,
-            "before the average",
+            "Average the gradients before the scaler checks",
         ),
         (
             """
@@ -33,7 +33,7 @@ def one_step(loss, model, optimizer, scaler, average):
     scaler.step(optimizer)
     scaler.update()
 """,
-            "unscaled when they are clipped",
+            "Unscale the gradients, clip them",
         ),
         (
             """
@@ -44,7 +44,7 @@ def one_step(loss, model, optimizer, scaler, average):
     scaler.step(optimizer)
     scaler.update()
 """,
-            "Was the average formed",
+            "Do you average the gradients",
         ),
     ],
     "check_loss_of_all": [

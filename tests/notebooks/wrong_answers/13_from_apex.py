@@ -2,26 +2,35 @@
 
 WRONG_ANSWERS = {
     "check_momentum_bytes": [
-        ("o2_bytes, autocast_bytes = 20, 16", "momentum is one value"),
-        ("o2_bytes, autocast_bytes = 12, 12", "gradients of their own"),
-        ("o2_bytes, autocast_bytes = 16, 10", "casts of the weights do not last"),
+        (
+            "o2_bytes, autocast_bytes = 20, 16",
+            "SGD with momentum stores only one value for each parameter",
+        ),
+        ("o2_bytes, autocast_bytes = 12, 12", "The optimizer updates the master weights, so these"),
+        (
+            "o2_bytes, autocast_bytes = 16, 10",
+            "The parameters, the gradients and the momentum are fp32",
+        ),
         ("o2_bytes, autocast_bytes = 8, 12", "a weight and a gradient in fp16"),
     ],
     "check_moved_scaler": [
         ("moved_scaler = torch.amp.GradScaler(1024.0, growth_interval=500)", "the first argument"),
         (
             "moved_scaler = torch.amp.GradScaler(device.type, init_scale=1024.0)",
-            "grow after 2000 good steps",
+            "it grows after 2000 good steps",
         ),
-        ("moved_scaler = torch.amp.GradScaler(device.type, 2.0**9)", "is 512, and not 1024"),
-        ("moved_scaler = torch.autocast(device.type)", "this is of type autocast"),
+        (
+            "moved_scaler = torch.amp.GradScaler(device.type, 2.0**9)",
+            "The scale is 512 instead of 1024",
+        ),
+        ("moved_scaler = torch.autocast(device.type)", "object of type autocast"),
     ],
     "check_limits": [
         ("def update_within(scaler, lowest, highest):\n    scaler.update()", "rose to 2^26"),
         (
             "def update_within(scaler, lowest, highest):\n"
             "    scaler.update(min(max(scaler.get_scale(), lowest), highest))",
-            "called without a value",
+            "After a good step, the scale should rise from 2^23 to 2^24",
         ),
         (
             """
@@ -30,7 +39,7 @@ def update_within(scaler, lowest, highest):
     if scaler.get_scale() > highest:
         scaler.update(highest)
 """,
-            "below the lowest",
+            "After overflows, the scale fell to 2^",
         ),
     ],
     "check_two_optimizers": [
@@ -62,7 +71,7 @@ def step_of_both(losses, optimizers, scaler):
         scaler.scale(loss).backward()
         optimizer.step()
 """,
-            "still scaled",
+            "The weights moved much too far, because an optimizer used",
         ),
         (
             """

@@ -3,14 +3,14 @@
 WRONG_ANSWERS = {
     "check_lost_steps": [
         ("lost_steps = 4", "still above 3000"),
-        ("lost_steps = 6", "the last one fits"),
+        ("lost_steps = 6", "With the last scale, the gradients fit, so this step is not"),
         ("lost_steps = 22", "halves the scale"),
     ],
     "check_casts": [
-        ("casts_in_forward = 9", "each layer's input"),
+        ("casts_in_forward = 9", "would be right if autocast cast the input of every layer"),
         ("casts_in_forward = 6", "one is missing"),
         ("casts_in_forward = 4", "the biases"),
-        ("casts_in_forward = 8", "strike out"),
+        ("casts_in_forward = 8", "List the tensors that each layer uses, and leave out the fp16"),
     ],
     "check_mended_step": [
         (
@@ -23,7 +23,7 @@ def mended_step(model, x, y, optimizer, scaler, dtype):
     scaler.step(optimizer)
     scaler.update()
 """,
-            "leave casts to autocast",
+            "the input of the model has the dtype",
         ),
         (
             """
@@ -35,7 +35,7 @@ def mended_step(model, x, y, optimizer, scaler, dtype):
     scaler.step(optimizer)
     scaler.update()
 """,
-            "end the block after the loss",
+            "the backward pass runs inside the autocast block",
         ),
         (
             """
@@ -46,7 +46,7 @@ def mended_step(model, x, y, optimizer, scaler, dtype):
     scaler.step(optimizer)
     scaler.update()
 """,
-            "not in a block",
+            "Run the forward pass under autocast with this dtype",
         ),
         (
             """
@@ -57,7 +57,7 @@ def mended_step(model, x, y, optimizer, scaler, dtype):
     loss.backward()
     optimizer.step()
 """,
-            "let the scaler skip",
+            "Call `scaler.step`, so that the scaler skips this step",
         ),
         (
             """
@@ -68,7 +68,7 @@ def mended_step(model, x, y, optimizer, scaler, dtype):
     scaler.step(optimizer)
     scaler.update()
 """,
-            "the first one's",
+            "the weights are wrong after the second step",
         ),
         (
             """
@@ -79,7 +79,7 @@ def mended_step(model, x, y, optimizer, scaler, dtype):
     scaler.scale(loss).backward()
     optimizer.step()
 """,
-            "is the loss scaled",
+            "Do you scale the loss, and do you call `scaler.step`?",
         ),
     ],
     "check_verdict": [
@@ -92,6 +92,9 @@ def mended_step(model, x, y, optimizer, scaler, dtype):
             "def verdict(first, second):\n    return 'less' if second[0] > first[1] else 'more'",
             "about the second",
         ),
-        ("def verdict(first, second):\n    return 'cannot tell'", "do not touch"),
+        (
+            "def verdict(first, second):\n    return 'cannot tell'",
+            "These intervals do not overlap, so you can tell which speed-up",
+        ),
     ],
 }

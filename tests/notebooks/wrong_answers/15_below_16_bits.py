@@ -2,24 +2,30 @@
 
 WRONG_ANSWERS = {
     "check_bits": [
-        ("mebibytes = 8", "the four bits of each value alone"),
-        ("mebibytes = 72", "right but for its unit"),
-        ("mebibytes = 12", "It is not 12 MiB"),
+        ("mebibytes = 8", "This counts only the four bits of each value"),
+        ("mebibytes = 72", "A byte has eight bits, and a MiB has 2^20 bytes"),
+        ("mebibytes = 12", "Count four bits for each value, and a sixteenth of eight bits"),
     ],
     "check_scale_of": [
-        ("def factor_of(values):\n    return 448 / values.max()", "largest is negative"),
-        ("def factor_of(values):\n    return 448 / values.abs().max()", "zero times that is NaN"),
-        ("def factor_of(values):\n    return values.abs().max() / 448", "and not 448"),
+        (
+            "def factor_of(values):\n    return 448 / values.max()",
+            "values with a negative number of the largest magnitude",
+        ),
+        ("def factor_of(values):\n    return 448 / values.abs().max()", "Zero times this is NaN"),
+        (
+            "def factor_of(values):\n    return values.abs().max() / 448",
+            "the largest magnitude becomes",
+        ),
     ],
     "check_block_scales": [
         (
             "def block_scales(rows):\n"
             "    return (rows.abs().amax(1, keepdim=True) / 6).log2().floor().exp2()",
-            "round the power of two up",
+            "but values above 6 are clipped",
         ),
         (
             "def block_scales(rows):\n    return rows.abs().amax(1, keepdim=True) / 6",
-            "no powers of two",
+            "Some scales are not powers of two, but E8M0 can represent only",
         ),
         (
             "def block_scales(rows):\n    return (rows.abs().amax(1) / 6).log2().ceil().exp2()",
@@ -28,20 +34,20 @@ WRONG_ANSWERS = {
         (
             "def block_scales(rows):\n"
             "    return rows.abs().amax(1, keepdim=True).log2().ceil().exp2()",
-            "half the scale is enough",
+            "Divided by its scale, a row reaches only",
         ),
     ],
     "check_left_out": [
         (
             "def left_out(report, form):\n"
             "    return [r.layer.name for r in report.layers if r.left_out]",
-            "which is converted",
+            "This layer is converted, or the name is not a layer name",
         ),
         (
             "def left_out(report, form):\n"
             "    found = [r for r in report.layers if r.format == form and r.left_out]\n"
             "    return [r.layer.name for r in found[:1]]",
-            "does not name",
+            "your list does not contain",
         ),
     ],
 }

@@ -3,47 +3,56 @@
 WRONG_ANSWERS = {
     "check_smallest_update": [
         ("bound = 2**-8", "the whole distance"),
-        ("bound = 2**-7", "follows from the spacing at 1"),
-        ("bound = 1e-4", "a little more than your bound, is rounded away"),
-        ("bound = 0.75", "moves the weight already"),
+        ("bound = 2**-7", "Between 0.5 and 1, the spacing is smaller"),
+        ("bound = 1e-4", "which is a little larger than your number, does not change"),
+        ("bound = 0.75", "which is a little smaller than your number, already changes"),
     ],
     "check_round_stochastically": [
-        ("def round_stochastically(values):\n    return values.round()", "on average"),
+        (
+            "def round_stochastically(values):\n    return values.round()",
+            "The mean of 20,000 rounded values",
+        ),
         (
             "def round_stochastically(values):\n"
             "    return (values + 2 * torch.rand_like(values)).floor()",
-            "not one of the two whole numbers",
+            "This is not one of the two integers next",
         ),
         (
             "def round_stochastically(values):\n"
             "    return values.floor() + torch.randint_like(values, 2)",
-            "on average",
+            "The mean of 20,000 rounded values",
         ),
     ],
     "check_bytes": [
         ("bytes_each = 8", "Add the scales"),
-        ("bytes_each = 2 + 2 + 2 + 2 * (1 + 4)", "costs a value 4 / 256 bytes"),
+        (
+            "bytes_each = 2 + 2 + 2 + 2 * (1 + 4)",
+            "256 values share a scale, so it adds 4 / 256 bytes",
+        ),
         ("bytes_each = 2 + 2 + 2 + 1 + 4 / 256", "Adam has two"),
-        ("bytes_each = 2 + 2 + 2 * (1 + 4 / 256)", "It is not 6.03125"),
+        (
+            "bytes_each = 2 + 2 + 2 * (1 + 4 / 256)",
+            "Count three bf16 numbers, and two moments with their scales",
+        ),
     ],
     "check_store_squares": [
         (
             "def store_squares(rows):\n"
             "    step = rows.amax(1, keepdim=True) / 256\n"
             "    return (rows / step).round() * step",
-            "become 0 or less",
+            "squares become 0 or negative",
         ),
         (
             "def store_squares(rows):\n"
             "    step = rows.max() / 256\n"
             "    return (rows / step).round().clamp(min=1) * step",
-            "larger than the largest of its row",
+            "A square becomes larger than the largest square in its row",
         ),
         (
             "def store_squares(rows):\n"
             "    step = rows.amax(1, keepdim=True) / 15\n"
             "    return (rows / step).round().clamp(min=1) * step",
-            "steps off",
+            "steps, but rounding to nearest gives at most half a step",
         ),
     ],
 }

@@ -3,36 +3,42 @@
 WRONG_ANSWERS = {
     "check_gibibytes": [
         ("gibibytes = 8e9 * (1 + 4 / 4096) / 1e9", "right in GB"),
-        ("gibibytes = 8e9 * 2 / 2**30", "That is bf16"),
-        ("gibibytes = 8e9 * 5 / 2**30", "A row shares its scale"),
-        ("gibibytes = 30", "It is not 30 GiB"),
+        ("gibibytes = 8e9 * 2 / 2**30", "This is bf16, with two bytes for each weight"),
+        (
+            "gibibytes = 8e9 * 5 / 2**30",
+            "The weights of a row share one scale, so it adds 4 / 4096",
+        ),
+        ("gibibytes = 30", "Count one byte for each weight"),
     ],
     "check_changed": [
         (
             "def changed_share(reference, logits):\n"
             "    return (reference.argmax(1) == logits.argmax(1)).float().mean().item()",
-            "stayed the same",
+            "This is the share of rows that did not change",
         ),
         (
             "def changed_share(reference, logits):\n"
             "    return (reference.argmax(1) != logits.argmax(1)).sum().item()",
-            "That is the count",
+            "This is the number of changed rows",
         ),
         (
             "def changed_share(reference, logits):\n"
             "    return (reference != logits).float().mean().item()",
-            "compare where the largest value stands",
+            "Compare the positions of the largest values, not the values",
         ),
     ],
     "check_predict": [
-        ("def predict(model, images):\n    return model(images).softmax(1)", "cast them first"),
+        (
+            "def predict(model, images):\n    return model(images).softmax(1)",
+            "Cast the images first",
+        ),
         (
             "def predict(model, images):\n    return model(images.bfloat16()).softmax(1)",
-            "users of probabilities want fp32",
+            "but it should return fp32 probabilities",
         ),
         (
             "def predict(model, images):\n    return model(images.bfloat16()).softmax(1).float()",
-            "logits that are fp32 already",
+            "Cast the logits to fp32",
         ),
     ],
     "check_fold": [
@@ -40,14 +46,14 @@ WRONG_ANSWERS = {
             "def fold(convolution, norm):\n"
             "    factor = norm.weight / (norm.running_var + norm.eps).sqrt()\n"
             "    return convolution.weight * factor[:, None, None, None], norm.bias",
-            "look at the bias",
+            "Check the bias",
         ),
         (
             "def fold(convolution, norm):\n"
             "    factor = norm.weight / norm.running_var.sqrt()\n"
             "    weight = convolution.weight * factor[:, None, None, None]\n"
             "    return weight, norm.bias - norm.running_mean * factor",
-            "look at the factor",
+            "Check the factor of each output channel",
         ),
     ],
 }

@@ -23,32 +23,32 @@ WRONG_ANSWERS = {
     "check_cases": [
         (
             f"answers = {RIGHT | {'fine-tune on an Arc A770': 'fp16 with a scaler'}}",
-            "lacks the float64 of a scaler",
+            "a scaler needs float64, which this GPU does not",
         ),
-        (f"answers = {RIGHT | {'train a GPT on an A100': 'tf32'}}", "is none of"),
-        ("answers = {}", "Keep the lines as they are"),
+        (f"answers = {RIGHT | {'train a GPT on an A100': 'tf32'}}", "is not one of fp32"),
+        ("answers = {}", "Keep the lines of the exercise, and write an answer into"),
     ],
     "check_bits": [
         (
             "def bits_left(product):\n"
             "    one = torch.ones(1, 1)\n"
             "    return sum(bool(product(one + 2.0**-k, one) > 1) for k in range(1, 30))",
-            "the leading 1 is a bit",
+            "The leading 1 is also a bit of the significand",
         ),
-        ("def bits_left(product):\n    return 11", "A product in bf16 keeps 8 bits"),
+        ("def bits_left(product):\n    return 11", "A matmul in bf16 keeps 8 bits"),
     ],
     "check_outputs": [
-        (f"outputs = {OUTPUTS}", "Not so: accelerate"),
+        (f"outputs = {OUTPUTS}", "This one is wrong: accelerate"),
         ("outputs = {}", "Keep the lines"),
     ],
     "check_scale_down": [
-        ("def scale_down(model, x):\n    pass", "it has to be 1024 or less"),
+        ("def scale_down(model, x):\n    pass", "It must return at most 1024"),
         (
             "def scale_down(model, x):\n"
             "    with torch.no_grad():\n"
             "        model[0].weight /= 8192\n"
             "        model[2].weight *= 8192",
-            "it has to be 1024 or less",
+            "It must return at most 1024",
         ),
         (
             "def scale_down(model, x):\n"
@@ -66,7 +66,7 @@ WRONG_ANSWERS = {
             "        model[0].weight /= factor\n"
             "        model[0].bias /= factor\n"
             "        model[2].weight *= factor",
-            "the same to the bit",
+            "With a power of two, they are exactly the same",
         ),
         (
             "def scale_down(model, x):\n"
@@ -74,7 +74,7 @@ WRONG_ANSWERS = {
             "        model[0].weight /= 2**20\n"
             "        model[0].bias /= 2**20\n"
             "        model[2].weight *= 2**20",
-            "more than was asked",
+            "You divided by more than necessary",
         ),
     ],
 }
