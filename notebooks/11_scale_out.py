@@ -213,7 +213,7 @@ def train_ddp(config, data, dtype, device, sums_in=torch.float32):
 # [`MixedPrecisionPolicy`](https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html). The shards keep
 # their dtype, here fp32. All our layers compute in `param_dtype`, even the norms, which autocast on CUDA runs in
 # fp32. For the outermost module, set `output_dtype` to fp32, so that the loss is computed in fp32.
-# <!-- tests/tracing/test_sharding.py -->
+# <!-- tests/tracing/test_sharding.py, tests/notebooks/test_11_scale_out.py -->
 
 
 # %%

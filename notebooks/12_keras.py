@@ -372,7 +372,7 @@ for kind, rate in ((keras.optimizers.SGD, 1.0), (keras.optimizers.Adam, 0.1)):
 # |---|---|
 # | `tf.keras.mixed_precision.set_global_policy(…)` | `keras.config.set_dtype_policy(…)`; the old name works |
 # | `tf.keras.mixed_precision.Policy` | `keras.DTypePolicy`; the old name works |
-# | `LossScaleOptimizer(optimizer, loss_scale="dynamic")` | `LossScaleOptimizer(optimizer)` |
+# | `experimental.LossScaleOptimizer(optimizer, loss_scale="dynamic")` | `LossScaleOptimizer(optimizer)` |
 # | `LossScaleOptimizer(optimizer, dynamic=False, initial_scale=128)` | [`Adam(…, loss_scale_factor=128)`](https://keras.io/api/optimizers/adam/), with [`compile(…, auto_scale_loss=False)`](https://keras.io/api/models/model_training_apis/). Warning: then no step is skipped after an overflow |
 # | `optimizer.get_scaled_loss(loss)` | `optimizer.scale_loss(loss)` |
 # | `optimizer.get_unscaled_gradients(g)`, then `apply_gradients(zip(g, w))` | `optimizer.apply(g, w)`; it divides `g` by the scale |

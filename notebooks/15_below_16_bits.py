@@ -76,9 +76,9 @@ assert halves[halves >= 0].tolist() == [0, 0.5, 1, 1.5, 2, 3, 4, 6]
 # %% [markdown]
 # E4M3 is named after its 4 exponent bits and 3 mantissa bits.
 #
-# PyTorch can cast to FP8, but [many
-# ops](https://docs.pytorch.org/docs/stable/tensor_attributes.html), such as `+`, do not support it. So below we
-# round to FP8 and compute in fp32.
+# On CPUs and CUDA, PyTorch can cast to FP8, but [many
+# ops](https://docs.pytorch.org/docs/stable/tensor_attributes.html), such as `+`, do not support it. So below we round
+# to FP8 and compute in fp32.
 # <!-- tests/notebooks/test_08b_learning.py -->
 #
 # ## The values that share a scale

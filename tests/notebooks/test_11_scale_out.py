@@ -104,6 +104,20 @@ def test_gradients_are_summed_in_the_dtype_that_was_asked_for(toy_data, engine, 
     assert sum(held.values()) == 16 * parameters
 
 
+@pytest.mark.usefixtures("one_rank")
+def test_under_fsdp2_all_layers_compute_in_bf16_and_the_loss_gets_fp32(toy_data):
+    model = scale_out.new_model(TOY)
+    notebook()["shard"](model, torch.bfloat16, torch.float32)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    seen = set()
+    for module in model.modules():
+        if not list(module.children()):
+            module.register_forward_hook(lambda _module, _inputs, output: seen.add(output.dtype))
+    images, _ = toy_data[:4]
+    assert model(images).dtype is torch.float32
+    assert seen == {torch.bfloat16}
+
+
 def test_the_shapes_of_the_model_are_multiples_of_eight():
     config = {"width": 64, "heads": 4, "layers": 2}
     assert all(n % 8 == 0 for p in scale_out.new_model(config).parameters() for n in p.shape)

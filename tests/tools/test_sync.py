@@ -63,6 +63,7 @@ def test_what_is_left_out_is_a_group():
     groups = tomllib.loads((sync.ROOT / "pyproject.toml").read_text())["dependency-groups"]
     for group, packages in sync.OPTIONAL.items():
         assert {entry.partition(">")[0] for entry in groups[group]} == set(packages)
+    assert all("python_version < '3.14'" in entry for entry in groups["tensorflow"])
 
 
 def test_it_syncs_again_when_the_lock_has_changed(pdm, monkeypatch):
