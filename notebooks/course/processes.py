@@ -168,8 +168,8 @@ def _installed_backends() -> tuple[str, ...]:
     """Both backends; without TensorFlow only torch, which is printed."""
     if importlib.util.find_spec("tensorflow") is None:
         print(
-            "TensorFlow is not installed here, so this runs on the torch backend alone; "
-            "`pdm run sync --with tensorflow` installs TensorFlow"
+            "TensorFlow is not installed, so this runs only on the torch backend. To install "
+            "TensorFlow, run `pdm run sync --with tensorflow`."
         )
         return ("torch",)
     return BACKENDS
@@ -387,16 +387,16 @@ def _source(function: Callable) -> str:
     undecorated = inspect.unwrap(function)
     is_function = isinstance(undecorated, types.FunctionType)
     if not is_function or undecorated.__name__ == "<lambda>":
-        raise ParallelError(f"{function!r}: give a function that is defined with def")
+        raise ParallelError(f"{function!r}: give a function defined with def")
     name = undecorated.__name__
     outer_names = ", ".join(undecorated.__code__.co_freevars)
     if outer_names:
-        problem = f"{name} uses {outer_names} of the function around it"
+        problem = f"{name} uses {outer_names} from the enclosing function"
         raise ParallelError(f"{problem}; make it an argument")
     try:
         return textwrap.dedent(inspect.getsource(undecorated))
     except (OSError, TypeError) as error:
-        reason = f"has no source to be sent ({first_line(error)}); define it in a cell or a file"
+        reason = f"has no source code ({first_line(error)}); define it in a cell or a file"
         raise ParallelError(f"{name} {reason}") from error
 
 
@@ -426,7 +426,7 @@ def _import_line(name: str, value: object, function: Callable) -> str:
     elif getattr(sys.modules.get(module_name), qualified_name, None) is value:
         return f"from {module_name} import {qualified_name} as {name}"
     else:
-        problem = f"cannot be imported from {module_name}; import it inside of the function"
+        problem = f"cannot be imported from {module_name}; import it inside the function"
     raise ParallelError(f"{function.__name__} uses {name}, which {problem}")
 
 

@@ -73,8 +73,8 @@ def start(*packages: str) -> tuple[torch.device, Scale]:
     try:
         if missing:
             raise OptionError(
-                f"this notebook needs {' and '.join(missing)}, not installed here; `pdm sync` "
-                "installs all that the notebooks need"
+                f"this notebook needs {' and '.join(missing)}: run `pdm sync` to install what the "
+                "notebooks need"
             )
         require_torch()
         device = pick_device()
@@ -89,7 +89,9 @@ def start(*packages: str) -> tuple[torch.device, Scale]:
     today = datetime.date.today().isoformat()
     print(", ".join([*environment, f"{scale} scale", today, *_commit()]))
     if emulates_bf16(device):
-        print("This CPU has no instructions for bf16: it is slow here, and some sizes are smaller.")
+        print(
+            "This CPU has no instructions for bf16, so bf16 is slow here. Some sizes are smaller."
+        )
     return device, scale
 
 

@@ -316,7 +316,7 @@ def test_script_refuses_a_missing_package_in_one_line():
     )
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1
-    assert "needs no_such and nor_this, not installed here; `pdm sync`" in done.stderr
+    assert "needs no_such and nor_this: run `pdm sync`" in done.stderr
 
 
 def test_a_cell_that_did_not_run_is_counted():
