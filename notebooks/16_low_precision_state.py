@@ -105,7 +105,7 @@ assert 6 < sum(held["bf16, 8-bit AdamW"].values()) < 6.1
 #
 # Adam stores two moments for each weight: the *mean* (a moving average of the gradients) and the *second moment* (a
 # moving average of their squares). We write our own Adam, so that we can change two things: how an update is added to
-# a weight, and how the moments are stored. In this section both moments are in fp32.
+# a weight, and how the moments are stored. At first, both moments are in fp32.
 
 
 # %%

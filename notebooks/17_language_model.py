@@ -176,8 +176,9 @@ print(f"two seeds in fp32 differ by up to {between_seeds:.2g}")
 #
 # The vocabulary of Llama 3 has [128,256
 # entries](https://github.com/pytorch/torchtune/blob/main/torchtune/models/llama3/_model_builders.py). The
-# logits have a value for each token and each entry. Suppose that we train under bf16 autocast in eager mode, with
-# `.float()`. At the peak of the backward pass, four tensors of this shape are in memory:
+# logits have a value for each token and each entry. Suppose that we train under bf16 autocast in eager mode, use
+# `.float()`, and keep the logits until the backward pass ends. At the peak of the backward pass, four tensors of this
+# shape are in memory:
 #
 # - `logits` in bf16 (the fp32 copy that `.float()` made is already freed);
 # - the log-softmax in fp32;

@@ -134,7 +134,8 @@ for batch in (1, 256):
 
 # %% [markdown]
 # The columns are the time of a call and its speed-up over fp32, with the uncertainty in brackets. On our two CPU
-# cores, bf16 was slower than fp32 for a single image. With 256 images, bf16 was faster, most of all when compiled.
+# cores, bf16 was slower than fp32 for a single image. With 256 images, bf16 was faster than fp32, both in eager mode
+# and compiled.
 #
 # ## Which decisions change?
 #
@@ -294,7 +295,7 @@ else:
 #
 # A large language model that generates a single text [usually spends most of its
 # time](https://pytorch.org/blog/accelerating-generative-ai-2/) on reading weights. Weights in eight bits can be read
-# faster than weights in bf16, because they take half the memory.
+# faster than weights in bf16, because they take about half the memory.
 #
 # Here `quantize` rounds the weights and returns them in fp32, so we see only the effect of the rounding:
 

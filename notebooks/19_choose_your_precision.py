@@ -146,7 +146,7 @@ print("T4, a model trained in bf16:", choose(turing, "infer", trained_in="bf16")
 # TF32 can be faster than fp32, but keeps only 11 of the 24 bits of each input. PyTorch has separate settings
 # for convolutions and for matmuls:
 #
-# - **Convolutions** use TF32 on these GPUs by default. `torch.backends.cudnn.allow_tf32 = False` turns TF32 off.
+# - **Convolutions** can use TF32 on these GPUs by default. `torch.backends.cudnn.allow_tf32 = False` turns TF32 off.
 # - **Matmuls** use fp32 by default.
 #   [`torch.set_float32_matmul_precision`](https://docs.pytorch.org/docs/stable/generated/torch.set_float32_matmul_precision.html)
 #   allows a lower precision:
@@ -155,7 +155,7 @@ print("T4, a model trained in bf16:", choose(turing, "infer", trained_in="bf16")
 # |---|---|---|
 # | `"highest"`, the default | fp32 | fp32 |
 # | `"high"` | TF32 | fp32 or TF32 |
-# | `"medium"` | TF32 | fp32, TF32 or bf16 |
+# | `"medium"` | TF32 | fp32 or bf16 |
 #
 # The next cell shows the lowest precision that each mode allows. `ieee` means fp32:
 
@@ -250,7 +250,7 @@ assert not in_fp16.isfinite().all()
 #
 # ## What other frameworks call it
 #
-# Most precision settings in other frameworks are of three kinds:
+# The settings of other frameworks in the table below are of three kinds:
 #
 # - **Mixed**, such as `bf16-mixed`, usually means autocast. The weights then stay in the dtype in which they were
 #   created or loaded, usually fp32.
@@ -342,7 +342,7 @@ assert set(rows["model.to(bfloat16)"]) == {"bfloat16"}
 #
 # - Start with bf16 where bf16 is fast, with fp16 where only fp16 is fast, and with fp32 on other hardware.
 #   Then measure your model.
-# - By default, fp32 matmuls run in fp32, but on an NVIDIA GPU with TF32, fp32 convolutions run in TF32.
+# - By default, fp32 matmuls run in fp32, but on an NVIDIA GPU with TF32, fp32 convolutions can run in TF32.
 # - Before you cast a bf16 model to fp16, look at its largest values.
 # - In the table above, a "mixed" setting leaves fp32 weights in fp32, and a "true" setting casts them.
 #

@@ -210,10 +210,16 @@ def stored_dtypes(layer: nn.Linear) -> set[torch.dtype]:
 
 
 @pytest.mark.filterwarnings("ignore")  # of torchao's own
-def test_weights_alone_are_stored_in_fp8_and_any_machine_runs_them(quantization, model):
+@pytest.mark.parametrize(
+    ("config", "dtype"),
+    [("Float8WeightOnlyConfig", torch.float8_e4m3fn), ("Int8WeightOnlyConfig", torch.int8)],
+)
+def test_weights_alone_are_stored_in_8_bits_and_any_machine_runs_them(
+    quantization, model, config, dtype
+):
     few = copy.deepcopy(model)
-    quantization.quantize_(few, quantization.Float8WeightOnlyConfig())
-    assert torch.float8_e4m3fn in stored_dtypes(few[0]) & stored_dtypes(few[2])
+    quantization.quantize_(few, getattr(quantization, config)())
+    assert dtype in stored_dtypes(few[0]) & stored_dtypes(few[2])
     x = torch.randn(4, 32).bfloat16()
     with torch.inference_mode():
         expected, found = model(x).float(), few(x).float()

@@ -113,6 +113,21 @@ def test_an_old_name_is_refused_only_where_it_would_contradict_the_new_one():
         torch.set_float32_matmul_precision("highest")
 
 
+def test_the_old_settings_alone_can_always_be_read():
+    backends, before = torch.backends, torch.backends.cudnn.allow_tf32
+    try:
+        for name, is_tf32 in (("highest", False), ("high", True), ("medium", True)):
+            for convolutions in (True, False):
+                torch.set_float32_matmul_precision(name)
+                backends.cudnn.allow_tf32 = convolutions
+                assert torch.get_float32_matmul_precision() == name
+                assert backends.cuda.matmul.allow_tf32 == is_tf32
+                assert backends.cudnn.allow_tf32 == convolutions
+    finally:
+        torch.set_float32_matmul_precision("highest")
+        backends.cudnn.allow_tf32 = before
+
+
 @pytest.mark.slow
 def test_transformers_loads_a_model_in_the_dtype_that_it_was_saved_in(tmp_path):
     transformers = pytest.importorskip("transformers", minversion="5")
