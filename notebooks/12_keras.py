@@ -398,7 +398,7 @@ for wrong in ({"dynamic": False}, {"loss_scale": "dynamic"}):
 #
 # - A mixed policy keeps float32 weights and has one 16-bit compute dtype for a layer. Autocast chooses a dtype for
 #   each op.
-# - Keep the last layer in float32, without an activation, and use a loss with `from_logits=True`.
+# - In a classifier, the last layer should return float32 logits. Use a loss with `from_logits=True`.
 # - By default, `compile` adds a loss scale if the model's policy is `mixed_float16`. If only the layers have that
 #   policy, wrap the optimizer yourself.
 # - In a custom step, call `scale_loss`, and do not divide the gradients, because `apply` divides them.

@@ -415,7 +415,7 @@ for kind_of_values, (left, right) in (("both signs", rows), ("one sign", rows.ab
 # | NVIDIA Ampere and before (A100, RTX 30) | no | no |
 # | Ada, Hopper (8.9, 9.0: RTX 40, L40S, H100) | yes | no |
 # | Blackwell for data centers (10.x: B200, B300) | yes | yes |
-# | Blackwell RTX (12.x: RTX 50, RTX PRO) | yes | yes, but [some](https://github.com/pytorch/pytorch/pull/198188) [kernels](https://github.com/NVIDIA/TransformerEngine/issues/3062) were missing in 2026 |
+# | Blackwell RTX (12.x: RTX 50, RTX PRO) | yes | yes, but [some](https://github.com/pytorch/pytorch/issues/198126) [kernels](https://github.com/NVIDIA/TransformerEngine/issues/3062) failed in 2026 |
 # | AMD MI300 | yes, as *fnuz* | no |
 # | AMD MI350 | yes | MXFP8, MXFP4 |
 #
