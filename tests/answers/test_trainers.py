@@ -169,7 +169,7 @@ def mesh():
 
 
 class Products(nn.Module):
-    """A layer, a norm, and an op that autocast runs in fp32 on a CPU."""
+    """A layer, a norm, softmax, and an op that autocast runs in fp32 on a CPU."""
 
     def __init__(self):
         super().__init__()
@@ -179,6 +179,7 @@ class Products(nn.Module):
     def forward(self, x):
         found = [self.layer(x)]
         found.append(self.norm(found[0]))
+        found.append(found[1].softmax(-1))
         found.append(found[1].prod())
         self.dtypes = [tensor.dtype for tensor in found]
         return found[-1]
@@ -191,7 +192,7 @@ def test_fsdp2_has_no_list_of_ops_in_fp32(with_autocast, mesh):
     fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(BF16, FP32))
     with torch.autocast("cpu", BF16, enabled=with_autocast):
         model(torch.randn(2, 4)).float().backward()
-    assert model.dtypes == [BF16, BF16, FP32 if with_autocast else BF16]
+    assert model.dtypes == [BF16, BF16, BF16, FP32 if with_autocast else BF16]
     assert {weight.dtype for weight in model.parameters()} == {FP32}  # stored, with one process
     assert {weight.grad.dtype for weight in model.parameters()} == {FP32}
 
