@@ -197,7 +197,7 @@ assert failure.code == "AMP0018"
 # | [Clipping an infinite norm turns gradients into NaN](08d_loop_and_resume.ipynb#Clipping-refuses-a-norm-that-is-not-finite) `AMP0212` | in bf16 one bad batch makes all weights NaN although gradients are clipped |
 # | [The full-eval option of the Trainer casts too much, or nothing](../docs/trainers.md#why-is-the-model-in-bf16-after-evaluate-in-the-trainer) `AMP0265` | bf16_full_eval or fp16_full_eval changes the dtype of the model |
 # | [A model that was saved in bf16 is loaded in fp32, or the other way round](../docs/trainers.md#why-is-my-checkpoint-in-fp32-after-training-in-bf16) `AMP0268` | publish a bf16 checkpoint after mixed precision training |
-# | [8-bit or 4-bit Adam and AdamW cannot load each other's state](../docs/quantized.md#can-i-switch-between-adamw-and-8-bit-adam-when-i-resume) `AMP0281` | `` KeyError: 'state1' `` |
+# | [8-bit or 4-bit Adam and AdamW usually cannot use each other's state](../docs/quantized.md#can-i-switch-between-adamw-and-8-bit-adam-when-i-resume) `AMP0281` | `` KeyError: 'state1' `` |
 # | [Loading an optimizer changes the dtype of its state](../docs/trainers.md#does-resuming-change-the-dtype-of-the-optimizer-state) `AMP0296` | optimizer.load_state_dict changes the dtype of exp_avg and exp_avg_sq |
 #
 # ### Repair dtypes that do not match
