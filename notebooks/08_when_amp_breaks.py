@@ -198,7 +198,7 @@ assert failure.code == "AMP0018"
 # | [The full-eval option of the Trainer casts too much, or nothing](../docs/trainers.md#why-is-the-model-in-bf16-after-evaluate-in-the-trainer) `AMP0265` | bf16_full_eval or fp16_full_eval changes the dtype of the model |
 # | [A model that was saved in bf16 is loaded in fp32, or the other way round](../docs/trainers.md#why-is-my-checkpoint-in-fp32-after-training-in-bf16) `AMP0268` | publish a bf16 checkpoint after mixed precision training |
 # | [8-bit or 4-bit Adam and AdamW usually cannot use each other's state](../docs/quantized.md#can-i-switch-between-adamw-and-8-bit-adam-when-i-resume) `AMP0281` | `` KeyError: 'state1' `` |
-# | [Loading an optimizer changes the dtype of its state](../docs/trainers.md#does-resuming-change-the-dtype-of-the-optimizer-state) `AMP0296` | optimizer.load_state_dict changes the dtype of exp_avg and exp_avg_sq |
+# | [Loading an optimizer can change the dtype of its state](../docs/trainers.md#does-resuming-change-the-dtype-of-the-optimizer-state) `AMP0296` | optimizer.load_state_dict changes the dtype of exp_avg and exp_avg_sq |
 #
 # ### Repair dtypes that do not match
 #
@@ -258,7 +258,7 @@ assert failure.code == "AMP0018"
 # | [xFormers has no attention kernel for these inputs](08f_ops_and_devices.ipynb#Attention-finds-no-kernel) `AMP0072` | `` No operator found for `memory_efficient_attention_forward` `` |
 # | [transformers casts hidden states back for flash attention](08f_ops_and_devices.ipynb#Flash-attention-refuses-fp32) `AMP0073` | `` The input hidden states seems to be silently casted in float32 `` |
 # | [transformers warns about the dtype when it loads a model with flash attention](08f_ops_and_devices.ipynb#Flash-attention-refuses-fp32) `AMP0169` | `` You are attempting to use Flash Attention … without specifying a `` |
-# | [FlashAttention 2 needs Ampere or newer](08f_ops_and_devices.ipynb#Attention-finds-no-kernel) `AMP0161` | `` FlashAttention only supports Ampere GPUs or newer `` |
+# | [On NVIDIA, FlashAttention 2 needs Ampere or newer](08f_ops_and_devices.ipynb#Attention-finds-no-kernel) `AMP0161` | `` FlashAttention only supports Ampere GPUs or newer `` |
 # | [The GPU has no FP8 matmul](15_below_16_bits.ipynb#Which-GPU-supports-which-format-(optional)) `AMP0163` | `` Rowwise scaling is not currently supported on your device `` |
 # | [An FP8 tensor has almost no arithmetic](15_below_16_bits.ipynb#Formats-of-a-single-value) `AMP0164` | `` "…" not implemented for 'Float8_…' `` |
 # | [torch or a package was not built for this GPU](19_choose_your_precision.ipynb#Known-problems-of-each-device) `AMP0165` | `` no kernel image is available for execution on the device `` |
@@ -267,7 +267,7 @@ assert failure.code == "AMP0018"
 # | [This torch is too old for float8](15_below_16_bits.ipynb#Formats-of-a-single-value) `AMP0198` | `` has no attribute 'float8_…' `` |
 # | [PEFT refuses the installed torchao](../docs/trainers.md#peft-found-an-incompatible-version-of-torchao) `AMP0261` | `` Found an incompatible version of torchao. Found version …, but only versions above … are supported `` |
 # | [An FP8 checkpoint is read in the fnuz format, or mixed with it](../docs/quantized.md#does-an-fp8-checkpoint-work-on-an-mi300-fnuz) `AMP0286` | `` float8_e4m3fnuz, got `` |
-# | [torchvision's nms refuses half precision](../docs/other_models.md#nms_kernel-not-implemented-for-bfloat16) `AMP0275` | `` "nms_kernel" not implemented for 'BFloat16' `` |
+# | [torchvision's nms refuses bf16, or fp16 on a CPU](../docs/other_models.md#nms_kernel-not-implemented-for-bfloat16) `AMP0275` | `` "nms_kernel" not implemented for 'BFloat16' `` |
 # | [The CTC loss refuses half precision](../docs/other_models.md#ctc_loss_cpu-not-implemented-for-half-or-bfloat16) `AMP0276` | `` "ctc_loss_cpu" not implemented for 'Half' `` |
 # | [fp32 results differ between two GPUs](19_choose_your_precision.ipynb#What-fp32-means) `AMP0186` | logits on two GPUs differ although everything is float32 |
 # | [A warning suggests TF32](19_choose_your_precision.ipynb#What-fp32-means) `AMP0187` | `` TensorFloat32 tensor cores for float32 matrix multiplication available but not enabled. `` |
@@ -358,13 +358,13 @@ assert failure.code == "AMP0018"
 # | [CUDA graphs overwrite an output that you keep](../docs/compile_and_kernels.md#accessing-tensor-output-of-cudagraphs-that-has-been-overwritten) `AMP0250` | `` accessing tensor output of CUDAGraphs that has been overwritten by a subsequent run `` |
 # | [RMSNorm under autocast on CUDA returns fp32 since torch 2.12](../docs/compile_and_kernels.md#why-is-rmsnorm-in-fp32-and-slower-since-torch-212) `AMP0251` | `` Mismatch dtype between input and weight: input dtype = …, weight dtype = …, Cannot dispatch to fused implementation. `` |
 # | [The GradScaler or a read of a value stops the capture of a CUDA graph](../docs/compile_and_kernels.md#what-belongs-inside-a-cuda-graph-with-autocast-and-gradscaler) `AMP0252` | `` CUDA error: operation not permitted when stream is capturing `` |
-# | [A layer under vmap and autocast returns fp32](../docs/compile_and_kernels.md#why-is-the-output-fp32-under-vmap-and-autocast) `AMP0253` | nn.Linear under vmap and autocast returns float32 |
+# | [A linear layer with a bias returns fp32 under vmap and autocast](../docs/compile_and_kernels.md#why-is-the-output-fp32-under-vmap-and-autocast) `AMP0253` | nn.Linear under vmap and autocast returns float32 |
 # | [torch.compile recompiles in every process](../docs/compile_and_kernels.md#torchcompile-compiles-again-in-every-process-why) `AMP0254` | torch.compile compiles again at each start of the program |
 # | [sdpa and eager attention differ in bf16](../docs/compile_and_kernels.md#should-sdpa-and-eager-attention-give-the-same-result) `AMP0255` | sdpa and eager attention give different logits in bf16 |
 # | [DeepSpeed refuses or ignores an autocast block](../docs/trainers.md#torchautocast-is-enabled-outside-deepspeed) `AMP0260` | `` torch.autocast is enabled outside DeepSpeed, but not in the DeepSpeed config `` |
 # | [FSDP2 computes a softmax or a layer norm in bf16, but autocast on CUDA in fp32](../docs/trainers.md#do-i-need-autocast-with-fsdp2) `AMP0266` | does FSDP2 need torch.autocast |
 # | [torch.ao.quantization warns that it is deprecated](../docs/quantized.md#torchaoquantization-is-deprecated-what-do-i-use) `AMP0284` | `` torch.ao.quantization is deprecated and will be removed in 2.10. `` |
-# | [ONNX ops on the block list still overflow in fp16](../docs/quantized.md#how-do-i-keep-some-onnx-ops-in-fp32-op_block_list) `AMP0287` | op_block_list or node_block_list is set, and the fp16 ONNX model still gives nan or zeros |
+# | [ONNX ops on the block list can still overflow in fp16](../docs/quantized.md#how-do-i-keep-some-onnx-ops-in-fp32-op_block_list) `AMP0287` | op_block_list or node_block_list is set, and the fp16 ONNX model still gives nan or zeros |
 # | [DeepSpeed refuses bf16 with this ZeRO stage](../docs/trainers.md#which-trainer-keeps-fp32-master-weights) `AMP0313` | `` bfloat16 mode is only enabled for Zero `` |
 # | [A weight gets a gradient of another dtype, for example in compiled FSDP1](../docs/several_machines.md#questions-about-fsdp2) `AMP0314` | `` attempting to assign a gradient with dtype '…' to a tensor with dtype '…' `` |
 # <!-- end of the index -->
