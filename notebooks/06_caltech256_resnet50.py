@@ -206,7 +206,7 @@ for precision in precisions:
 
 # %%
 class LiveTensors(TorchDispatchMode):
-    """Records shape, dtype and bytes of each tensor that is alive inside its `with` block."""
+    """Records shape, dtype and bytes of the tensors that ops in its `with` block return."""
 
     def __init__(self):
         super().__init__()
@@ -256,7 +256,7 @@ def two_steps(batch_size, dtype, device, *, image_size=224, freeze=True):
 # %%
 @functools.cache
 def peak(batch_size, dtype, **options):
-    """A `LiveTensors` that has seen two training steps on fake tensors."""
+    """The `LiveTensors` of two training steps on fake tensors."""
     with FakeTensorMode(), LiveTensors() as live:
         two_steps(batch_size, dtype, torch.device("cpu"), **options)
     return live

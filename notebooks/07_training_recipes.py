@@ -391,7 +391,7 @@ assert message == "Attempting to unscale FP16 gradients."
 # |---|---|---|
 # | [Clip](#Clip-gradients) | `scaler.unscale_(optimizer)` before clipping | fp16: SGD nearly stands still |
 # | [Accumulate](#Accumulate-gradients) | `scale` per batch; `step`, `update` and (if you clip) `unscale_` per group | fp16: a second `unscale_` in a group raises an error |
-# | [Penalise](#Penalise-gradients) | scale the inner loss, divide its gradients by `get_scale()` | fp16: the penalty is far too large |
+# | [Penalise](#Penalise-gradients) | scale the inner loss, divide its gradients by `get_scale()` | fp16: without the division, the penalty is far too large |
 # | [Schedule](#Schedule-the-learning-rate) | `scheduler.step()` only if the scale did not fall | skipped steps use up the schedule |
 # | [Checkpoint](#Checkpoint-activations) | nothing, but use `use_reentrant=False` | parameters may get no gradient |
 # | [Several](#Use-several-losses-and-optimizers) | one scaler, one `update` at the end | a step may be twice as long as it should be |

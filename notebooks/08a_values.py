@@ -103,7 +103,7 @@ assert loss_in(torch.float16, model).isnan()
 
 # %%
 class Island(nn.Module):
-    """Runs a module in fp32, whatever autocast says outside."""
+    """Runs a module in fp32, even inside an autocast block."""
 
     def __init__(self, module):
         super().__init__()
@@ -225,7 +225,8 @@ print(attend(v, hidden))
 assert attend(v, hidden)[0].isnan().all()
 
 # %% [markdown]
-# **Why.** All scores of the masked row are -inf, so their softmax is 0/0, which is NaN.
+# **Why.** All scores of the masked row are -inf. Softmax subtracts the largest score of a row, and -inf minus -inf is
+# NaN.
 #
 # **The fix.** Unmask each fully masked row, and exclude these rows from the loss. In transformers, try
 # `attn_implementation="eager"`, which masks with a finite number. <!-- tests/notebooks/test_08a_values.py -->
@@ -560,7 +561,7 @@ print(message_of(lambda: masked_step(torch.amp.GradScaler("cpu", init_scale=2.0*
 
 # %% [markdown]
 # **Why.** By default, `GradScaler` raises the scale until gradients overflow, and infinity times 0 is NaN. Anomaly
-# detection stops at this NaN, although the scaler would skip the step.
+# detection stops at this NaN, although the scaler would skip the step. <!-- tests/notebooks/test_08a_values.py -->
 #
 # **The fix.** Search for the NaN with a scale of 1 that does not grow: `GradScaler(init_scale=1.0,
 # growth_interval=10**9)`. If the error remains, look for the cause at the op that the message names. Do the same if

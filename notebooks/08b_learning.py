@@ -158,7 +158,7 @@ print("largest gradient:", lost.max().item())
 assert lost.count_nonzero() == 0
 
 # %% [markdown]
-# **Why.** In fp16, a gradient smaller than 2^-25 (about 3e-8) becomes zero.
+# **Why.** In fp16, a gradient with a magnitude below 2^-25 (about 3e-8) becomes zero.
 #
 # Here, each output has the gradient 6e-9.
 #
@@ -451,10 +451,12 @@ assert torch.tensor([998, 999]).to(torch.bfloat16).tolist() == [1000, 1000]
 # **Why.** bf16 represents every whole number only up to 256, and fp16 only up to 2048. Above that, neighbouring
 # positions or counts can become the same number. Rounded frequencies (`inv_freq`) also make the angles wrong.
 #
-# Autocast, the code itself or `model.bfloat16()` can cast these values. `model.bfloat16()` also casts buffers.
+# Autocast, the code itself or `model.bfloat16()` can cast these values. `model.bfloat16()` also casts floating-point
+# buffers.
 #
-# **The fix.** Create positions, counters and frequencies in fp32, and indices as integers. Compute the angles of RoPE
-# inside `torch.autocast(device_type, enabled=False)`. Afterwards cast the sines and cosines, but not the positions.
+# **The fix.** Create positions, counters and frequencies in fp32 (frequencies after `model.bfloat16()`), and indices
+# as integers. Compute the angles of RoPE inside `torch.autocast(device_type, enabled=False)`. Afterwards cast the
+# sines and cosines, but not the positions.
 
 # %%
 with torch.autocast("cpu", dtype=torch.bfloat16), torch.autocast("cpu", enabled=False):
@@ -546,8 +548,8 @@ print(f"zeros: {(stored.float() == 0).float().mean():.0%}")
 assert 0.1 < (stored.float() == 0).float().mean() < 0.2
 
 # %% [markdown]
-# **Why.** Without a scale, weights below 2^-10 (0.001) become zero in `torch.float8_e4m3fn`, and weights above 448
-# become 448 or NaN. PyTorch also lacks many operations for FP8, such as addition in eager mode, and
+# **Why.** Without a scale, a weight with a magnitude below 2^-10 (0.001) becomes zero in `torch.float8_e4m3fn`, and a
+# weight above 448 becomes 448 or NaN. PyTorch also lacks many operations for FP8, such as addition in eager mode, and
 # does not promote an FP8 matrix to another dtype. <!-- tests/notebooks/test_08b_learning.py -->
 #
 # **The fix.** Use a library that stores scales with the FP8 weights, such as

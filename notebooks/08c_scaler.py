@@ -373,8 +373,8 @@ assert math.isnan(weight_after_step(torch.optim.Adam, by_scaler=False, gradient=
 # %% [markdown]
 # **Why.** After `scaler.scale(loss).backward()` the gradients are multiplied by the scale, which by default starts at
 # 65536. `scaler.step(optimizer)` divides the gradients by the scale if `unscale_` has not done so yet. `scaler.step`
-#        also skips the step if a gradient is infinite or NaN. `optimizer.step()` does neither. Adam's steps hardly
-#        depend on the size of the gradients, but an infinite gradient makes its weight NaN.
+# also skips the step if a gradient is infinite or NaN. `optimizer.step()` does neither. Adam's steps hardly depend on
+# the size of the gradients, but an infinite gradient makes its weight NaN.
 #
 # **The fix.** Replace every `optimizer.step()` with `scaler.step(optimizer)`, and call `scaler.update()` afterwards.
 # Do not [call both steps](https://github.com/IAHispano/Applio/pull/860): the weights would be updated twice. If your
@@ -440,9 +440,9 @@ assert "Closure use is not currently supported if GradScaler is enabled." in mes
 # **Why.** The optimizer runs `backward` inside its step, or needs several backward passes for one step. The scaler
 # then cannot unscale all gradients and check them for infinities before the weights change.
 #
-# SAM (*sharpness-aware minimization*) has [a similar problem](https://github.com/davda54/sam/issues/97): you
-# call the first of its two steps without the scaler. If gradients overflow, this step is not skipped, so the
-# weights can become NaN. <!-- tests/notebooks/test_08c_scaler.py -->
+# SAM (*sharpness-aware minimization*) has a similar problem: you call the first of its two steps without the scaler.
+# If gradients overflow, this step is not skipped, so the weights can become NaN. <!--
+# tests/notebooks/test_08c_scaler.py -->
 #
 # **The fix.** Use bf16 or fp32 with `GradScaler(enabled=False)`, which passes the closure on to the optimizer. In
 # Lightning, use `precision="bf16-mixed"`. <!-- tests/notebooks/test_08c_scaler.py -->
@@ -540,7 +540,7 @@ assert schedule(only_if_stepped=True) == [1.0, 0.5, 0.25]
 
 # %% [markdown]
 # **Not this.** Do not filter the warning. Do not call `optimizer.step()` once before the loop either. In both cases,
-# the schedule would still be ahead.
+# the schedule would still be ahead. <!-- tests/notebooks/test_08c_scaler.py -->
 
 # %%
 with warnings.catch_warnings(action="ignore"):

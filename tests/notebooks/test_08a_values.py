@@ -223,6 +223,23 @@ def test_the_ctc_loss_of_a_target_that_is_too_long_is_infinite_in_fp32():
         loss(2, [1, 1]).backward()
 
 
+def test_the_scale_grows_until_gradients_overflow_and_that_step_is_skipped():
+    """AMP0008: the step whose NaN would stop anomaly detection."""
+    weight, keep = nn.Parameter(torch.ones(2)), torch.tensor([0.0, 1.0]).half()
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**14, growth_interval=1)
+    stepped = []
+    for _ in range(4):
+        before = weight.detach().clone()
+        optimizer.zero_grad()
+        scaler.scale((weight.half() * keep).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        stepped.append(not torch.equal(weight, before))
+    assert stepped == [True, True, False, True]  # 2^16 is infinite in fp16
+    assert weight.isfinite().all()
+
+
 def test_close_numbers_are_one_number_of_bf16():
     """AMP0118: no range is involved."""
 

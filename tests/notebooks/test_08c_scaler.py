@@ -427,6 +427,19 @@ def test_the_scheduler_warns_at_its_first_call_alone(skipped):
     assert scaler.get_scale() == 2.0**15  # one step was skipped either way
 
 
+def test_a_step_before_the_loop_hides_the_warning_but_the_schedule_is_still_ahead():
+    weight = nn.Parameter(torch.ones(1))
+    optimizer, scaler = torch.optim.SGD([weight], lr=1.0), cpu_scaler()
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    optimizer.step()  # without gradients; a warning would be an error below
+    scaler.scale(torch.inf * weight.sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    scheduler.step()
+    assert weight == 1  # no step yet
+    assert scheduler.get_last_lr() == [0.5]
+
+
 def test_the_scheduler_warns_of_a_step_that_was_replaced():
     """AMP0139: as Apex does."""
     weight = nn.Parameter(torch.ones(1))
