@@ -261,7 +261,7 @@ torch.testing.assert_close(ours, theirs, rtol=SAME, atol=SAME)
 #
 # | Apex | today |
 # |---|---|
-# | `delay_unscale=True`, to accumulate | `scale(loss).backward()` for each micro-batch, then one `step` |
+# | `delay_unscale=True`, to accumulate | `scale(loss).backward()` for each micro-batch, then `step` and `update` once |
 # | `num_losses=2`, `loss_id=1` | one scaler for all losses; with several optimizers, a `step` for each, then one `update` |
 # | `min_loss_scale`, `max_loss_scale` | call `update()` as usual; if `get_scale()` is then outside the limits, set the scale to the limit with `update(float(limit))` |
 # | `keep_batchnorm_fp32` | not needed: weights and statistics of batch norm stay fp32 | <!-- tests/notebooks/test_13_from_apex.py -->
@@ -450,7 +450,7 @@ check_close(resume(use_masters=True), whole, SAME)
 folder.cleanup()
 
 # %% [markdown]
-# On a CPU, only the run with the master weights is exact.
+# On a CPU, only the second of these runs is exact.
 #
 # ## Summary
 #
