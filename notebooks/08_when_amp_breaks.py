@@ -31,7 +31,7 @@ device, scale = start()  # AMP_LAB_DEVICE and AMP_LAB_SCALE override the choice
 # ## Paste your message
 #
 # `explain` finds known failures by their message. Your message may have other dtypes and numbers than the stored
-# message.
+# message. <!-- tests/failures/test_explanation.py -->
 
 # %%
 message = """

@@ -379,7 +379,7 @@ assert math.isnan(weight_after_step(torch.optim.Adam, by_scaler=False, gradient=
 # **The fix.** Replace every `optimizer.step()` with `scaler.step(optimizer)`, and call `scaler.update()` afterwards.
 # Do not [call both steps](https://github.com/IAHispano/Applio/pull/860): the weights would be updated twice. If your
 # code scales the loss itself, divide the gradients in all parameter groups by the scale before the step. <!--
-# tests/remedies/test_nonfinite_remedies.py -->
+# tests/notebooks/test_08c_scaler.py, tests/remedies/test_nonfinite_remedies.py -->
 
 # %%
 assert math.isclose(weight_after_step(torch.optim.SGD, by_scaler=True), 0.9, rel_tol=1e-4)

@@ -353,6 +353,23 @@ def test_a_fused_optimizer_can_be_clipped_in_a_loop():
     assert weights[0].sub(1).norm() == pytest.approx(0.05, rel=1e-4)
 
 
+# The optimizer steps without the scaler
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_a_hand_written_scale_has_to_be_divided_out_in_all_groups(groups):
+    """AMP0131: a group that is left out takes a step that is as many times too long."""
+    weights = [nn.Parameter(torch.ones(1)) for _ in range(2)]
+    optimizer = torch.optim.SGD([{"params": [weight]} for weight in weights], lr=0.1)
+    (1024 * sum(weights)).backward()
+    for group in optimizer.param_groups[:groups]:
+        for weight in group["params"]:
+            weight.grad /= 1024
+    optimizer.step()
+    assert weights[0].item() == pytest.approx(0.9)
+    assert (weights[1].item() == pytest.approx(0.9)) == (groups == 2)
+
+
 # The optimizer needs a closure
 
 
