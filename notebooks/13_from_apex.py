@@ -90,7 +90,7 @@ assert torch.equal(today, as_apex_did)
 #
 # ## What an optimization level was
 #
-# A level set [five
+# A level set [these
 # options](https://github.com/NVIDIA/apex/blob/e13873debc4699d39c6861074b9a3b2a02327f92/apex/amp/frontend.py):
 #
 # | | O0 | O1 | O2 | O3 |

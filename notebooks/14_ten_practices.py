@@ -160,7 +160,8 @@ assert low is bf16 or report.speedup("fp16") >= 1.25  # what `amp-lab doctor` ca
 
 # %% [markdown]
 # We profile the forward and backward pass of three convolutions in fp32 and in low precision. With
-# `record_shapes=True`, the profiler's JSON file (the *trace*) contains the input dtypes of each op.
+# `record_shapes=True`, the profiler's JSON file (the *trace*) contains the dtype of each input tensor of an op, except
+# for tensors in a list.
 # <!-- tests/notebooks/test_14_ten_practices.py -->
 
 # %%
