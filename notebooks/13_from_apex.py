@@ -475,7 +475,7 @@ exercises = checks_of("13_from_apex")
 # ### 1. Count bytes with momentum
 #
 # Momentum keeps one fp32 value per parameter; Adam keeps two. You train with SGD with momentum. How many bytes per
-# parameter did O2 need during the optimizer step, and how many does autocast need?
+# parameter of a linear layer did O2 need during the optimizer step, and how many does autocast need?
 
 # %%
 o2_bytes = ...
