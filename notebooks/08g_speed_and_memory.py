@@ -560,8 +560,8 @@ print(f"tensors held by three losses: {losses}, by three numbers: {numbers}")
 assert losses > numbers == 0
 
 # %% [markdown]
-# **Why.** If you keep a loss or an output, its autograd graph stays in memory too. Until `backward()`, this graph
-# holds activations. Even without a graph, the logits that you keep can fill the memory.
+# **Why.** If you keep a loss or an output that requires a gradient, its autograd graph stays in memory too. Until
+# `backward()`, this graph holds activations. Even without a graph, the logits that you keep can fill the memory.
 #
 # **The fix.** Evaluate under `torch.inference_mode()`, and add up `loss.item()`. Keep `logits.argmax(-1).cpu()`
 # instead of the logits. In [transformers' Trainer](https://huggingface.co/docs/transformers/main_classes/trainer), set
