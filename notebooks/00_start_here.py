@@ -136,8 +136,8 @@ def train_amp(model, optimizer, batches, dtype, scaler):
 # - **`torch.autocast`** runs linear layers and convolutions in 16 bits, on 16-bit copies of their inputs and
 #   weights. The weights themselves stay in fp32. [Some other ops](02_autocast_dtypes.ipynb) run in fp32.
 # - **[The scaler](03_grad_scaler_step_by_step.ipynb)** is for fp16, where a gradient smaller than about 3e-8 [becomes
-#   zero](01_number_formats.ipynb#Underflow). `scale` multiplies the loss by a large number, the *loss scale*. This
-#   multiplies all gradients too. `step` divides the gradients by the loss scale before the optimizer uses them.
+#   zero](01_number_formats.ipynb#Underflow). `scale` multiplies the loss by a large number, the *loss scale*. All
+#   gradients grow by the same factor. `step` divides the gradients by the loss scale before the optimizer uses them.
 #   `update` adjusts the loss scale for the next step.
 #
 # Autocast uses [two 16-bit formats](01_number_formats.ipynb#Range). **bf16** has about the range of fp32 and
@@ -154,13 +154,13 @@ scaler = torch.amp.GradScaler(device.type, enabled=(precision is Precision.FP16)
 assert scaler.is_enabled() == (precision is Precision.FP16)
 
 # %% [markdown]
-# If the line recommends fp32 or tf32, 16 bits did not make a matrix multiplication clearly faster, or the machine was
-# too busy to measure. Then AMP runs in bf16 anyway. <!-- tests/core/test_device.py -->
+# The line recommends fp32 or tf32 in two cases: 16 bits did not make a matrix multiplication clearly faster, or the
+# machine was too busy to measure. In both cases, AMP runs in bf16. <!-- tests/core/test_device.py -->
 #
 # ## Compare loss, time and memory
 #
 # We train both networks for ten epochs and compare their losses. A bf16 number has [two to three decimal
-# digits](01_number_formats.ipynb#Summary), and an fp32 number has about seven. Before you run this: how much worse
+# digits](01_number_formats.ipynb#Summary), but an fp32 number has about seven. Before you run this: how much worse
 # will the loss of the AMP run be?
 
 # %% tags=["nbval-ignore-output"]
@@ -182,7 +182,7 @@ assert {p.dtype for p in amp_model.parameters()} == {torch.float32}
 # Both runs end at nearly the same loss. One reason is that the weights and their updates are still in fp32.
 #
 # Next we measure the time of a step. We also forecast the memory of the *saved activations*: the tensors, such as the
-# inputs of layers, that the forward pass keeps for the backward pass.
+# inputs of layers, that the forward pass saves for the backward pass.
 # <!-- tests/core/test_timing.py -->
 # <!-- tests/tracing/test_memory.py -->
 

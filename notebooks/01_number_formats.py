@@ -94,8 +94,8 @@ for name, dtype in FORMATS.items():
 # - the largest number;
 # - *eps*, the distance from 1 to the next larger number.
 #
-# Positive numbers below the smallest normal number are called *subnormal*. They have a 0 before the
-# mantissa, and each leading zero costs them a significant bit.
+# Positive numbers below the smallest normal number are called *subnormal*. Subnormal numbers have a 0 before the
+# mantissa. Each leading zero costs a significant bit.
 #
 # The last column of the table gives the precision in decimal digits.
 
@@ -130,15 +130,15 @@ _ = figures.range_and_spacing(pictured)
 # eps, because **the spacing doubles with each power of two**. For subnormal numbers, the relative spacing
 # grows as the numbers become smaller. <!-- tests/notebooks/test_01_number_formats.py -->
 #
-# With 16 bits you have to choose: fp16 is finer, and bf16 is wider. A format with both properties needs 8
-# bits for the exponent, 10 for the mantissa and 1 for the sign, 19 bits together.
+# With 16 bits you have to choose: fp16 is finer, and bf16 is wider. A format with both properties needs 19 bits: 8 for
+# the exponent, 10 for the mantissa and 1 for the sign.
 #
 # ## Rounding
 #
 # The exact result of a cast or an addition often lies between two numbers of the format. The result is then
-# rounded to the nearer number. A *tie* lies exactly in the middle, and is rounded to the number whose last
-# bit is 0 (*ties to even*). From 2048 to 4096, fp16 has only the even numbers, so every odd number is a tie.
-# We round the integers from 2048 to 2056 to fp16.
+# rounded to the nearer number. A *tie*, a result exactly in the middle, is rounded to the number whose last bit is 0
+# (*ties to even*). From 2048 to 4096, fp16 has only the even numbers, so every odd number is a tie. We round the
+# integers from 2048 to 2056 to fp16.
 
 # %%
 numbers = torch.arange(2048.0, 2057)
@@ -174,8 +174,8 @@ assert ((inf * 0) + 1).isnan()
 #
 # Infinity often becomes NaN (*not a number*) in later ops, such as infinity minus infinity.
 #
-# The fp8 format E4M3 [has no infinity](https://arxiv.org/abs/2209.05433). In PyTorch, a number that is too large
-# becomes 448 or NaN. <!-- tests/notebooks/test_01_number_formats.py -->
+# The fp8 format E4M3 [has no infinity](https://arxiv.org/abs/2209.05433). In PyTorch, a number that is too large for
+# E4M3 becomes 448 or NaN. <!-- tests/notebooks/test_01_number_formats.py -->
 #
 # ## Underflow
 #
@@ -192,13 +192,12 @@ assert torch.tensor(2.0**-24).half() > 0
 assert torch.tensor(2.0**-25).half() == 0  # a tie between 0 and 2^-24, and zero is the even side
 
 # %% [markdown]
-# Below 2^-14 the number is subnormal and loses a bit with each power of two. From 2^-25 down, a number
-# becomes zero.
+# Below 2^-14 the number is subnormal and loses a bit with each power of two. A number of 2^-25 or less becomes zero.
 #
 # ## Swamping
 #
 # Training adds many small updates to much larger weights. We add 0.0001 to a weight of 1 a thousand times.
-# The exact result is 1.1. Before you run this: where does the weight end in bf16, and where in fp16?
+# The exact result is 1.1. Before you run this: what will the final weight be in bf16 and in fp16?
 
 
 # %%
@@ -250,9 +249,9 @@ assert 100 <= len(set(copies)) <= 104  # from 1 to 1.1 in steps of 2^-10 there a
 #
 # ### 2. Loss scaling, against underflow
 #
-# For each of 1024 examples, a model gives the right class a logit of 12 and the wrong class a logit of 0. So
-# the wrong class has a probability of about e^-12. The gradient with respect to its logit is this probability
-# divided by 1024, because the loss is a mean. This gradient is too small for fp16, so we scale the loss.
+# For each of 1024 examples, a model gives the right class a logit of 12 and the wrong class a logit of 0. The wrong
+# class therefore has a probability of about e^-12. The gradient with respect to its logit is this probability divided
+# by 1024, because the loss is a mean. This gradient is too small for fp16, so we scale the loss.
 
 
 # %%
@@ -274,8 +273,8 @@ assert abs(scaled / expected - 1) < fp16.eps  # fp16 rounds once, by eps/2 at mo
 # %% [markdown]
 # Without a scale the gradient becomes zero. With a scale of 2^16, its relative error is less than the eps of fp16.
 #
-# Backpropagation is linear: if the loss is 2^16 times as large, so is every gradient, apart from rounding. Afterwards
-# we divide the gradients by 2^16 in fp32.
+# Backpropagation is linear: if the loss is 2^16 times as large, every gradient is 2^16 times as large, apart from
+# rounding. Afterwards we divide the gradients by 2^16 in fp32.
 #
 # ### 3. Sums in fp32, against swamping in matmuls
 #
@@ -297,8 +296,8 @@ assert not torch.backends.cuda.matmul.allow_fp16_accumulation
 
 # %% [markdown]
 # The sum in fp16 ends much too low. As the sum grows, its spacing grows too, so more and more products are
-# lost. Here the relative error of `a @ b` is less than the eps of fp16. On GPUs too, matmuls in 16 bits [typically add
-# up in fp32](https://docs.pytorch.org/docs/stable/notes/numerical_accuracy.html).
+# lost. Here the relative error of `a @ b` is less than the eps of fp16. Matmuls in 16 bits [typically add up in
+# fp32](https://docs.pytorch.org/docs/stable/notes/numerical_accuracy.html) on GPUs too.
 #
 # ## The gradients of a real network
 #
@@ -315,8 +314,9 @@ trained = activation_gradients(model, images[:1024], labels[:1024])
 assert (model(images[:1024]).argmax(dim=1) == labels[:1024]).float().mean() > 0.95
 
 # %% [markdown]
-# We leave out the gradients that are exactly zero. We multiply the others by a loss scale and round them to fp16. Then
-# we count how many become zero or subnormal. Before you run this: which share becomes zero without a scale?
+# We leave out the gradients that are exactly zero. We multiply the remaining gradients by a loss scale and round them
+# to fp16. Then we count how many become zero or subnormal. Before you run this: which share becomes zero without a
+# scale?
 
 # %% tags=["nbval-ignore-output"]
 gradients = torch.cat([grad.flatten() for grad in trained]).cpu()
@@ -426,8 +426,8 @@ exercises.check_sum_stops(sum_stops_at)
 # sum_stops_at = 256
 # ```
 #
-# Between 128 and 256 the spacing is 0.125, and half of that is less than 0.1. From 256 on the spacing is
-# 0.25. Half of that is 0.125, so 0.1 is rounded away.
+# Between 128 and 256 the spacing is 0.125, so half the spacing is less than 0.1. From 256 on the spacing is
+# 0.25. Half the spacing is then 0.125, so 0.1 is rounded away.
 #
 # </details>
 #
@@ -472,8 +472,8 @@ exercises.check_length(length)
 #
 # ### 4. Find the largest scale
 #
-# Complete `largest_scale`. It returns the largest power of two by which you can multiply fp32 gradients
-# without an overflow when they are rounded to fp16. The scale may be smaller than 1.
+# Complete `largest_scale`. It returns the largest power of two by which fp32 gradients can be multiplied so that they
+# stay finite when rounded to fp16. The scale may be smaller than 1.
 
 
 # %%
@@ -486,7 +486,7 @@ exercises.check_largest_scale(largest_scale)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# Only the largest magnitude matters, and negative gradients overflow as well.
+# Negative gradients overflow as well, so only the largest magnitude matters.
 #
 # </details>
 #

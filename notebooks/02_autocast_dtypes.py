@@ -54,7 +54,7 @@ assert defaults == [torch.bfloat16] + [torch.float16] * 3
 
 # %% [markdown]
 # Autocast casts the inputs of matmuls, because matmuls can be [much
-# faster](https://docs.pytorch.org/docs/stable/amp.html) in 16 bits. Autocast leaves an addition alone.
+# faster](https://docs.pytorch.org/docs/stable/amp.html) in 16 bits. Autocast does not change an addition.
 # `torch.outer` computes the same matrix as the matmul, but in fp32: the dtype depends on which *op* is called.
 #
 # Autocast passes *copies* to the op, so `x` is still fp32. **The parameters of a model stay fp32 in the same way.** Do
@@ -64,7 +64,7 @@ assert defaults == [torch.bfloat16] + [torch.float16] * 3
 # ## Four things that can happen to an op
 #
 # Each backend has a [list of ops](https://docs.pytorch.org/docs/stable/amp.html#autocast-op-reference). An op
-# on the list usually has one of three policies. Autocast leaves all other ops alone.
+# on the list usually has one of three policies. Autocast does not change any other op.
 #
 # | policy | what autocast does | typical ops |
 # |---|---|---|
@@ -145,7 +145,7 @@ assert list(found.values()) == [low] + [torch.float32] * 4 + [low]
 # - **In-place ops and `out=`** write into an existing tensor, whose dtype cannot change.
 # - **Tensors on another device** are not cast. Pass the device type of your tensors, `x.device.type`, to
 #   `torch.autocast`. <!-- tests/notebooks/test_02_autocast_dtypes.py -->
-# - **An explicit `dtype=`** decides the dtype of the result.
+# - **An explicit `dtype=`** sets the dtype of the result.
 # - **float64 and integers**, which we did not try, are not cast either.
 #   <!-- tests/notebooks/test_02_autocast_dtypes.py -->
 #
@@ -170,8 +170,8 @@ assert (inside.float() @ wide).dtype is torch.float32
 # ## Backward: no autocast there
 #
 # `OpLog` records the ops that PyTorch runs, and the dtypes of their arguments. A cast by autocast appears as
-# `_to_copy`, with the dtype that it casts *from*. We run a forward pass under autocast and the backward pass
-# outside. Before you run this: in which dtype will the backward pass multiply?
+# `_to_copy`, with the dtype *before* the cast. We run a forward pass under autocast and the backward pass outside.
+# Before you run this: in which dtype will the backward pass multiply?
 
 # %%
 weight = torch.rand(4, 4, device=device, requires_grad=True)
@@ -238,9 +238,9 @@ for kind, count in counts.items():
 assert list(counts.values()) == [1, 5, 5, 5]
 
 # %% [markdown]
-# Only the trained weight with the cache needed a single cast. The cache keeps the casts of fp32 **parameters
-# that require a gradient** until the outermost block ends. <!-- tests/notebooks/test_02_autocast_dtypes.py -->
-# In `torch.inference_mode()` it keeps none. <!-- tests/tracing/test_inference_memory.py -->
+# Only the trained weight, with the cache, was cast just once. The cache keeps the casts of fp32 **parameters that
+# require a gradient** until the outermost block ends. <!-- tests/notebooks/test_02_autocast_dtypes.py --> In
+# `torch.inference_mode()` the cache stays empty. <!-- tests/tracing/test_inference_memory.py -->
 #
 # If a weight changes inside the block, the cached cast is out of date. We double a weight inside a block.
 
@@ -337,8 +337,8 @@ assert all(table[name][1] == predicted for name, predicted in here.items())
 #
 # - From `linear` to `add fp32`, an op has the same policy on all four backends.
 #   <!-- tests/notebooks/test_02_autocast_dtypes.py -->
-# - From `sum` to `layer_norm`, the result is in low precision on the CPU and in fp32 on CUDA. So the CPU's autocast
-#   does not tell you which dtypes a GPU will use.
+# - From `sum` to `layer_norm`, the result is in low precision on the CPU and in fp32 on CUDA. You therefore cannot
+#   infer a GPU's dtypes from autocast on the CPU.
 # - `binary_cross_entropy` raises an error on CUDA and XPU: use `binary_cross_entropy_with_logits` ([notebook
 #   08](08f_ops_and_devices.ipynb#BCELoss-is-refused-on-a-GPU) says why).
 #
@@ -355,12 +355,12 @@ assert all(table[name][1] == predicted for name, predicted in here.items())
 # | Is the op on the list? | `matmul` is listed, `add` is not. Each backend has its own list. |
 # | Which policy does the op have? | Lower precision, fp32, or promote. |
 #
-# - fp32 parameters and their gradients stay fp32. Results keep their dtype when they leave the block.
-# - One block goes around the forward pass and the loss. `backward()` and `step()` stay outside.
+# - fp32 parameters and their gradients stay fp32. A result keeps its dtype after the block.
+# - Put one block around the forward pass and the loss. Call `backward()` and `step()` outside.
 # - An fp32 island needs `enabled=False`, and `.float()` on its 16-bit inputs.
 #
 # Next: [notebook 03](03_grad_scaler_step_by_step.ipynb) follows a `GradScaler` through a training step. Training in
-# fp16 usually needs one.
+# fp16 usually needs a scaler.
 #
 # ## Exercises
 #
@@ -431,7 +431,7 @@ exercises.check_island(square_in_fp32)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# Switching autocast off does not change the dtype of a tensor that comes in.
+# Switching autocast off does not change the dtype of an input tensor.
 #
 # </details>
 #
@@ -466,7 +466,7 @@ exercises.check_casts(number_of_casts)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# Each matmul has two fp32 inputs. The cast of which input is cached?
+# Each matmul has two fp32 inputs. Which input's cast is cached?
 #
 # </details>
 #

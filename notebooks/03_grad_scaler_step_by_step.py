@@ -35,8 +35,8 @@ figures.use_style()
 # %% [markdown]
 # ## The idea in five lines
 #
-# We convert a gradient of 2^-26 to fp16 and back to fp32. Then we do the same, but multiply the gradient by
-# 4096 before and divide by 4096 afterwards. Before you run this: what do you expect in each case?
+# We convert a gradient of 2^-26 to fp16 and back to fp32. Then we convert it again, but multiply it by 4096 before the
+# conversion and divide by 4096 afterwards. Before you run this: what do you expect in each case?
 
 # %%
 gradient = torch.tensor(2.0**-26)
@@ -47,12 +47,12 @@ assert lost == 0
 assert kept == gradient
 
 # %% [markdown]
-# Without scaling, the gradient becomes zero. With scaling, it comes back exactly as it was.
+# Without scaling, the gradient becomes zero. With scaling, the result is exactly the original gradient.
 #
 # In fp16 training, backpropagation rounds gradients to fp16. We have to scale *before* backpropagation, so we scale
-# the loss. Backpropagation is linear: if the loss is 4096 times as large, so is every gradient, apart from rounding.
-# The factor is called the **loss scale**. `torch.amp.GradScaler` scales the loss, and divides the gradients by the
-# scale before the optimizer uses them. It also adjusts the scale during training.
+# the loss. Backpropagation is linear: if the loss is 4096 times as large, every gradient is 4096 times as large, apart
+# from rounding. The factor is called the **loss scale**. `torch.amp.GradScaler` scales the loss, and divides the
+# gradients by the scale before the optimizer uses them. It also adjusts the scale during training.
 #
 # ## A network of two parameters
 #
@@ -168,8 +168,8 @@ show("after unscale_", layer)
 check(layer, -0.8348, -1.9002, [-0.0591, 1.0])
 
 # %% [markdown]
-# Now the gradients equal those of the fp32 step, to four decimals. In `scaler.step`, the optimizer takes its
-# step only if `unscale_` found no inf or NaN.
+# Now the gradients equal those of the fp32 step, to four decimals. `scaler.step` skips the optimizer's step if
+# `unscale_` found an inf or NaN.
 
 # %%
 scaler.step(optimizer)  # AMP: was optimizer.step()
@@ -201,8 +201,8 @@ assert (scaler.get_scale(), good_steps) == (4096, 1)
 # ## An overflow: the step is skipped, the scale halves
 #
 # The scaled loss of our network is scale x output, so the gradient with respect to the output equals the scale. This
-# gradient is in fp16, like the output. The largest fp16 number is 65504. So with a scale of 131072 (2^17), the
-# gradient becomes infinite.
+# gradient is in fp16, like the output. The largest fp16 number is 65504. With a scale of 131072 (2^17), the gradient
+# therefore becomes infinite.
 #
 # `train_step` is the step above without `unscale_`.
 
@@ -222,7 +222,7 @@ def train_step(layer, x, optimizer, scaler):
 
 
 # %% [markdown]
-# We take four steps and start with a scale of 2^17. How many of them do you expect to be skipped?
+# We take four steps and start with a scale of 2^17. How many steps will the scaler skip?
 
 # %%
 layer, x, optimizer = make()
@@ -237,13 +237,14 @@ check(layer, -0.7756, -2.9002)
 # The scaler skipped two steps, because 2^17 and 2^16 are too large for fp16. In a skipped step, the
 # parameters do not change, and by default the scale halves. At 2^15 the gradients are finite, so training
 # continues. **A skipped step is not an error: the scaler lowers a scale that is too large.** A few skipped steps at
-# the start and one now and then [are normal](https://github.com/pytorch/pytorch/blob/main/torch/amp/grad_scaler.py).
-# If the scale keeps falling, see [notebook 08b](08b_learning.ipynb#The-loss-scale-falls-towards-0).
+# the start and an occasional skipped step later [are
+# normal](https://github.com/pytorch/pytorch/blob/main/torch/amp/grad_scaler.py). If the scale keeps falling, see
+# [notebook 08b](08b_learning.ipynb#The-loss-scale-falls-towards-0).
 #
 # ## Growth: after enough good steps, the scale doubles
 #
-# One batch with an overflow can leave the scale too low. So by default, the scaler doubles the scale after 2000 good
-# steps in a row. We set this `growth_interval` to 3.
+# One batch with an overflow can leave the scale too low. By default, the scaler therefore doubles the scale after 2000
+# good steps in a row. We set this `growth_interval` to 3.
 
 # %%
 layer, x, optimizer = make()
@@ -281,7 +282,7 @@ for _ in range(300):
     optimizer.zero_grad()
 
 # %% [markdown]
-# A step was skipped if the scale halved.
+# If the scale halved, the scaler skipped the step.
 
 # %%
 after_each = pairwise([*scales, scaler.get_scale()])

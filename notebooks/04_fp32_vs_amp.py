@@ -53,8 +53,8 @@ assert output.dtype is torch.bfloat16
 assert layer.weight.dtype is gradient.dtype is torch.float32
 
 # %% [markdown]
-# Only the output is in bf16. It takes half the memory, and the matmul that computes it can be [much
-# faster](https://docs.pytorch.org/docs/stable/amp.html) in 16 bits. So we expect AMP to save time and memory.
+# Only the output is in bf16. The output takes half the memory. The matmul that computes the output can be [much
+# faster](https://docs.pytorch.org/docs/stable/amp.html) in 16 bits. We therefore expect AMP to save time and memory.
 #
 # ## The problem: a picture, from its coordinates
 #
@@ -158,7 +158,7 @@ with Precision.FP32.float32_mode("cpu"):
 
 # %% [markdown]
 # Which precisions are faster than FP32 on this device? `describe_device` times a matmul in each precision. We compare
-# FP32 with the precisions that are clearly faster. If no precision is, we choose bf16.
+# FP32 with the precisions that are clearly faster. If no precision is clearly faster, we choose bf16.
 # <!-- tests/core/test_device.py -->
 
 # %% tags=["nbval-ignore-output"]
@@ -173,8 +173,8 @@ assert all(report.rates[precision] for precision in precisions)  # the device ca
 # ## Do they learn the same?
 #
 # The loss differs from seed to seed, so a single run would prove little. We train with three seeds in
-# each precision, and compare the difference between precisions with the spread between seeds. Before you
-# run this: will the loss curve of bf16 lie above that of FP32, below it, or on it?
+# each precision, and compare the difference between precisions with the spread between seeds. Before you run this:
+# will the bf16 loss curve lie above the FP32 curve, below it or on it?
 
 
 # %% tags=["nbval-ignore-output"]
@@ -206,8 +206,8 @@ for precision, loss in final.items():
 print(f"the seeds of fp32 differ by up to {(fp32_final.max() - fp32_final.min()).item():.5f}")
 
 # %% [markdown]
-# Here the means of fp32 and bf16 differ by less than the seeds of fp32 do. Such a small difference may be
-# chance, so we see no loss of accuracy.
+# Here the means of fp32 and bf16 differ by less than the fp32 seeds differ from each other. Such a small difference
+# may be chance, so we see no loss of accuracy.
 #
 # We plot the pictures that the networks of the first seed predict:
 
@@ -231,7 +231,7 @@ for picture in pictures.values():
 #
 # ## Time of a training step
 #
-# Next we measure how long a training step takes. `compare` times functions against each other:
+# Next we measure how long a training step takes. `compare` measures and compares the times of functions:
 #
 # 1. After a warm-up, every function has one turn in each round. Before and after each turn, `compare` waits
 #    until the device has finished.
@@ -260,7 +260,7 @@ assert device.type == "cpu" or not fastest.is_below(1)
 # Each line shows the time of a step, and the speed-up over FP32 with its interval. If the interval contains
 # 1x, the measurement does not show which precision is faster. On our two CPU cores AMP is faster.
 #
-# Inference runs only the forward pass, so it needs autocast but no scaler. Will inference gain more than
+# Inference runs only the forward pass, so it needs autocast but no scaler. Will AMP speed up inference more than
 # training, or less?
 
 # %% tags=["nbval-ignore-output"]
@@ -272,7 +272,7 @@ assert all(is_possible(inference, p, inference_flops, report) for p in precision
 assert inference_flops < 0.5 * training_flops  # the backward pass is most of a step
 
 # %% [markdown]
-# On our two CPU cores, inference gained less than training.
+# On our two CPU cores, AMP sped up inference less than training.
 #
 # ## Memory of a training step
 #
@@ -358,8 +358,8 @@ exercises = checks_of("04_fp32_vs_amp")
 # %% [markdown]
 # ### 1. From less time to a speed-up
 #
-# A report says that with AMP a step takes 40 % less time than in FP32. What is the speed-up? Give it to
-# two decimals.
+# A report says that with AMP a step takes 40 % less time than in FP32. What is the speed-up? Give the speed-up to two
+# decimals.
 
 # %%
 speedup = ...

@@ -110,8 +110,8 @@ def train_loader(epoch, seed):
 # <!-- tests/notebooks/test_05_cifar10_mobilenet.py -->
 #
 # Both autocast and `GradScaler` take `enabled=`. With `enabled=False`, autocast casts nothing. The scaler then leaves
-# the loss unchanged, and its `step` only calls `optimizer.step`. So one loop works in FP32, bf16 and fp16: we enable
-# autocast for fp16 and bf16, and the scaler for fp16 alone.
+# the loss unchanged, and its `step` only calls `optimizer.step`. One loop therefore works in FP32, bf16 and fp16: we
+# enable autocast for fp16 and bf16, but the scaler only for fp16.
 # <!-- tests/notebooks/test_05_cifar10_mobilenet.py -->
 
 
@@ -212,17 +212,17 @@ _ = figures.loss_and_accuracy(losses, accuracies)
 assert all((loss[:, -1] < 0.5 * loss[:, 0]).all() for loss in losses.values())  # all have learned
 
 # %% [markdown]
-# Each line is the mean over three seeds, in a band from the lowest to the highest result.
+# Each line is the mean over three seeds. The band around a line reaches from the lowest to the highest result.
 #
 # ## Is the accuracy the same?
 #
 # The accuracy also depends on the seed and on the choice of test images. We measure both effects in
 # percentage points:
 #
-# - The *spread of the seeds*: in each precision, the accuracy of the best seed minus that of the worst.
-#   We take the largest of these differences.
-# - The *standard error*: with other test images, the accuracy would typically change by about this much.
-#   For an accuracy $p$ on $n$ images it is about $\sqrt{p (1 - p) / n}$.
+# - The *spread of the seeds*: in each precision, the best seed's accuracy minus the worst seed's accuracy. We take the
+#   largest of these differences.
+# - The *standard error*: about how much the accuracy would typically change with other test images. For an accuracy
+#   $p$ on $n$ images it is about $\sqrt{p (1 - p) / n}$.
 #
 # Our rough yardstick is the spread plus two standard errors. A difference between two precisions counts
 # only if it is larger than this yardstick.
@@ -291,9 +291,9 @@ assert list(kind_times) == list(KINDS)
 # The number above a hatched bar is the speed-up of autocast. Below 1x, autocast is slower.
 #
 # On the CPU of this run, the four depthwise layers with stride 2 take less than a tenth of the time in FP32, and more
-# than a third under autocast. They lose far more time than the pointwise layers gain. The output of
-# [`ONEDNN_VERBOSE=1`](https://uxlfoundation.github.io/oneDNN/dev_guide_verbose.html) shows why: in bf16, the input
-# gradients of these layers come from a general convolution kernel, `brgconv_strided`, and not from a depthwise one.
+# than a third under autocast. These layers cost far more time than the pointwise layers save. The output of
+# [`ONEDNN_VERBOSE=1`](https://uxlfoundation.github.io/oneDNN/dev_guide_verbose.html) shows why: in bf16, a general
+# convolution kernel, `brgconv_strided`, computes the input gradients of these layers instead of a depthwise kernel.
 # <!-- tests/notebooks/test_05_cifar10_mobilenet.py -->
 #
 # ## Resume: to the last bit
@@ -367,8 +367,8 @@ for name in ("scaler", "scheduler"):
 print("bitwise equal: weights, optimizer, scaler, schedule")
 
 # %% [markdown]
-# Now we leave out one state at a time: optimizer, schedule, scaler or random states. Before you run
-# this: which of them could be left out without changing the final weights?
+# Now we leave out one state at a time: optimizer, schedule, scaler or random states. Before you run this: which state
+# is not needed to get the same final weights?
 
 # %%
 for name in ("optimizer", "scheduler", "scaler", "random"):
@@ -379,8 +379,8 @@ assert largest_difference(resumed, whole) == 0
 folder.cleanup()
 
 # %% [markdown]
-# This run needs all four states. If one is not restored, PyTorch raises no error here, but the weights end
-# up different.
+# This run needs all four states. If a state is not restored, PyTorch raises no error here, but the final weights are
+# different.
 #
 # ## Summary
 #
@@ -408,8 +408,8 @@ exercises = checks_of("05_cifar10_mobilenet")
 # ### 1. Which difference counts?
 #
 # You test two precisions on 900 images. In FP32, 90 % of the images are classified correctly. In each precision, the
-# accuracy differs by up to 0.5 points between seeds. By the yardstick of this notebook, by how many points must the
-# two precisions differ before the difference counts?
+# accuracy differs by up to 0.5 points between seeds. How large, in points, must the difference between the two
+# precisions be to count by the yardstick of this notebook?
 
 # %%
 needed_difference = ...  # in percentage points
@@ -437,8 +437,8 @@ exercises.check_needed_difference(needed_difference)
 # ### 2. One bad part
 #
 # A step takes 100 ms in FP32: 60 ms in pointwise layers, 30 ms in depthwise layers, and 10 ms elsewhere.
-# Autocast makes the pointwise layers twice as fast and the depthwise layers half as fast. The rest stays
-# as it is. What is the speed-up of the step? What is it if the depthwise layers stay in FP32?
+# Autocast makes the pointwise layers twice as fast and the depthwise layers half as fast. The other 10 ms do not
+# change. What is the speed-up of the step? What is the speed-up if the depthwise layers stay in FP32?
 
 # %%
 speedups = ...  # two numbers in brackets: plain autocast, depthwise layers in FP32
@@ -457,7 +457,7 @@ exercises.check_speedups(speedups)
 # speedups = (100 / (30 + 60 + 10), 100 / (30 + 30 + 10))
 # ```
 #
-# The depthwise layers lose the 30 ms that the pointwise layers gain, so plain autocast gives 1.00x. With
+# Autocast saves 30 ms in the pointwise layers but loses 30 ms in the depthwise layers, so its speed-up is 1.00x. With
 # the depthwise layers in FP32 the step takes 70 ms, which is 1.43x.
 #
 # </details>
@@ -527,7 +527,7 @@ exercises.check_superfluous(superfluous)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# For each of the four: does this run change it, and do the following steps depend on it?
+# For each of the four states, ask whether this run changes it and whether later steps depend on it.
 #
 # </details>
 #

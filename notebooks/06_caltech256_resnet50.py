@@ -48,7 +48,7 @@ figures.use_style()
 # ## The idea in five lines
 #
 # The first convolution of a ResNet-50 turns each image of 224x224 pixels into 64 feature maps of 112x112.
-# Before you run this cell: at batch 512, how much of a 6 GiB GPU do these maps take?
+# Before you run this cell: how much of a 6 GiB GPU's memory do these maps take at batch 512?
 
 # %%
 GIB = 2**30
@@ -67,7 +67,7 @@ with torch.device("meta"):
 # ## A frozen backbone and a new head
 #
 # If Caltech-256 is not in `data/`, we generate pictures. If torchvision has no pretrained weights in its
-# cache, we use random weights. To fetch what is missing, set `DOWNLOAD` to `True`.
+# cache, we use random weights. To download missing pictures and weights, set `DOWNLOAD` to `True`.
 # <!-- tests/train/data/test_downloads.py -->
 
 # %% tags=["nbval-ignore-output"]
@@ -172,7 +172,7 @@ def train(precision):
 
 # %% [markdown]
 # On a CPU we compare FP32 with bf16. On a GPU we compare FP32 with each precision that `describe_device` reports as
-# accelerated. Every precision gets the same images in the same order. <!-- tests/train/data/test_images.py -->
+# accelerated. We use the same images in the same order for every precision. <!-- tests/train/data/test_images.py -->
 
 # %% tags=["nbval-ignore-output"]
 precisions = [Precision.FP32, Precision.BF16]
@@ -189,8 +189,8 @@ for precision in precisions:
 
 # %% [markdown]
 # The percentage beside a loss is the difference from FP32. We trained only once in each precision, so a difference of
-# a few percent may come from chance. Here the backbone has random weights, and both accuracies are no better than
-# guessing among four classes.
+# a few percent may come from chance. Here the backbone has random weights. Both accuracies are no better than guessing
+# among four classes.
 #
 # ## Count the memory of a step
 #
@@ -292,9 +292,8 @@ assert 0.85 < gib["FP32, batch 512"] / 6 < 1
 
 # %% [markdown]
 # AMP needs only slightly more memory for 512 images than FP32 needs for 256. FP32 with 512 images leaves less
-# than 1 GiB of the 6 GiB. This can be too little, because our count misses, for example, the memory that
-# [CUDA and its libraries](https://docs.pytorch.org/docs/stable/torch_cuda_memory.html) allocate outside of
-# PyTorch.
+# than 1 GiB of the 6 GiB. The rest can be too small, because our count does not include, for example, the memory that
+# [CUDA and its libraries](https://docs.pytorch.org/docs/stable/torch_cuda_memory.html) allocate outside of PyTorch.
 #
 # ## Train the backbone too
 #
@@ -411,8 +410,8 @@ exercises.check_largest_batch(largest)
 #
 # ### 3. Train the head alone
 #
-# Complete `head_mode`. It should put the head `model.fc` into training mode, and make sure that a forward
-# pass no longer changes the running averages of the backbone.
+# Complete `head_mode`. It should put the head `model.fc` into training mode. A forward pass should no longer change
+# the running averages of the backbone.
 
 
 # %%
@@ -456,7 +455,7 @@ exercises.check_halved(halved)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# Which dtype does each of them have? Ask whether an op under autocast returned it.
+# Which dtype does each of them have? Find out whether an op under autocast returned the tensor.
 #
 # </details>
 #
@@ -466,9 +465,9 @@ exercises.check_halved(halved)
 # halved = {"activations"}
 # ```
 #
-# You created the images and the weights in fp32. Gradients and AdamW's moments by default have the dtype of
-# their weight. Of the five, only the activations are results of ops under autocast. <!--
-# tests/notebooks/test_exercises.py -->
+# You created the images and the weights in fp32. By default, gradients and AdamW's moments have the dtype of their
+# weight. Only the activations are results of ops under autocast. <!-- tests/notebooks/test_exercises.py
+# -->
 #
 # </details>
 #

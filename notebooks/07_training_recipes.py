@@ -290,8 +290,8 @@ class Checkpointed(nn.Module):
 
 
 # %% [markdown]
-# AMP needs no change here, because `checkpoint` restores autocast for the second run. Here, the fp16 run gives the
-# same weights with and without checkpointing: <!-- tests/notebooks/test_07_training_recipes.py -->
+# This code needs no change for AMP, because `checkpoint` restores autocast for the second run. Here, the fp16 run
+# gives the same weights with and without checkpointing: <!-- tests/notebooks/test_07_training_recipes.py -->
 
 # %%
 problem.check_same(recipes.train_plain, train_amp, make_model=Checkpointed)
@@ -300,11 +300,11 @@ assert torch.equal(recomputed, problem.change(train_amp, torch.float16))
 
 # %% [markdown]
 # **Without `use_reentrant=False`** you get the older kind of checkpoint in torch 2.15. If the input of the
-# checkpointed part needs no gradient (such as a batch of data), this part does not learn. There may be no error.
+# checkpointed part needs no gradient (such as a batch of data), this part does not learn. PyTorch may raise no error.
 # <!-- tests/notebooks/test_07_training_recipes.py -->
 #
-# **If `backward` raises `… not found in storage`**, try autocast with `cache_enabled=False`. This error can occur if
-# you call `checkpoint` with `context_fn` and two checkpointed parts share a weight. <!--
+# **If `backward` raises `… not found in storage`**, try autocast with `cache_enabled=False`. If you call `checkpoint`
+# with `context_fn`, two checkpointed parts that share a weight can cause this error. <!--
 # tests/notebooks/test_07_training_recipes.py -->
 #
 # ## Use several losses and optimizers
@@ -377,10 +377,10 @@ assert message == "Attempting to unscale FP16 gradients."
 #
 # These recipes are short. <!-- tests/notebooks/test_07_training_recipes.py -->
 #
-# - **Average the weights (EMA).** AMP needs no change, because the weights are fp32. Keep the average in
+# - **Average the weights (EMA).** The code needs no change for AMP, because the weights are fp32. Keep the average in
 #   fp32 too: in 16 bits, its small updates may be rounded away.
-# - **Compile the model.** Call `torch.compile(model)` as you would without AMP. Use the same autocast settings in
-#   every call, because other settings make PyTorch compile the model again ([notebook
+# - **Compile the model.** Call `torch.compile(model)` in the same way as without AMP. Use the same autocast settings
+#   in every call, because other settings make PyTorch compile the model again ([notebook
 #   18](18_inference_and_export.ipynb#What-torch.compile-changes)).
 # - **Evaluate during training.** Evaluate in a separate autocast block. By default, the block of a training step
 #   caches 16-bit copies of the weights. These copies are out of date after the optimizer step.
@@ -413,8 +413,8 @@ exercises = checks_of("07_training_recipes")
 # ### 1. How long is the clipped gradient?
 #
 # A loop clips to a norm of 0.5, but its author forgot `unscale_`. The loss scale is 1024. The true
-# gradient has a length of 6 in one batch, and of 0.0003 in another. How long are the two gradients that the
-# optimizer gets?
+# gradient has a length of 6 in one batch, and of 0.0003 in another. How long are the two gradients that the optimizer
+# uses?
 
 # %%
 lengths = ...  # a pair of numbers
@@ -423,7 +423,7 @@ exercises.check_lengths(lengths)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# How long is each scaled gradient just before clipping? Which of them is longer than 0.5? After clipping,
+# How long is each scaled gradient just before clipping? Which scaled gradient is longer than 0.5? After clipping,
 # `step` divides both by the scale.
 #
 # </details>
@@ -522,8 +522,8 @@ exercises.check_end_of_step(end_of_step)
 #
 # ### 4. What has to come after `unscale_`?
 #
-# A loop does five more things between `backward` and `scaler.step`. Which of them go wrong if they
-# come before `unscale_`?
+# A loop does five more things between `backward` and `scaler.step`. Which of these five go wrong if they come before
+# `unscale_`?
 #
 # - `log` records the norm of the gradients;
 # - `clamp` limits every element of a gradient to ±0.1;
@@ -548,7 +548,7 @@ exercises.check_after_unscale(after_unscale)
 # after_unscale = {"log", "clamp", "noise"}
 # ```
 #
-# A gradient of zero stays zero when it is divided, and an average of the weights does not read gradients.
+# A gradient of zero stays zero when it is divided. An average of the weights does not depend on gradients.
 # <!-- tests/notebooks/test_exercises.py -->
 #
 # </details>

@@ -13,7 +13,7 @@
 # message, a warning, a NaN, or no speed-up. Find the cause and the fix.
 #
 # **What you'll learn.**
-# - how to let `amp-lab explain` read a message or a log for you;
+# - how to look up a message or a log with `amp-lab explain`;
 # - five questions to ask first;
 # - where to read about each failure.
 #
@@ -30,7 +30,7 @@ device, scale = start()  # AMP_LAB_DEVICE and AMP_LAB_SCALE override the choice
 # %% [markdown]
 # ## Paste your message
 #
-# `explain` finds known failures by their message. Your message may have other dtypes and numbers than the stored
+# `explain` finds known failures by their message. The dtypes and numbers in your message may differ from the stored
 # message. <!-- tests/failures/test_explanation.py -->
 
 # %%
@@ -45,7 +45,7 @@ print("The fix:", failure.cure)
 assert failure.code == "AMP0018"
 
 # %% [markdown]
-# In a terminal you can pass the whole log of a run, or describe what you see if there is no message:
+# In a terminal you can pass the whole log of a run. If there is no message, describe what you see:
 #
 # ```sh
 # python train.py 2>&1 | pdm run amp-lab explain
@@ -55,7 +55,7 @@ assert failure.code == "AMP0018"
 # %% [markdown]
 # ## Five questions
 #
-# 1. **Are the parameters that you train fp32?** If one of them has another dtype, [convert it
+# 1. **Are all trainable parameters in fp32?** If a parameter has another dtype, [convert it
 #    first](08c_scaler.ipynb#The-parameters-are-fp16).
 # 2. **Does each forward pass run in a separate autocast block, and do you convert its output with `.float()`?** If
 #    not, look at [dtypes](08e_dtypes.ipynb).
@@ -441,9 +441,9 @@ exercises.check_diagnosis(codes)
 # codes = ("AMP0026", "AMP0015", "AMP0007")
 # ```
 #
-# In the first run, the cast weights come from the cache of an outer autocast block. In the second run, clipping
-# gets gradients that are still scaled. In the third run, one bad batch has made the buffers of batch normalisation inf
-# or NaN.
+# In the first run, the cast weights come from the cache of an outer autocast block. In the second run, the gradients
+# are clipped while they are still scaled. In the third run, one bad batch has made the buffers of batch normalisation
+# inf or NaN.
 #
 # </details>
 #
@@ -480,7 +480,7 @@ exercises.check_masked(mask_scores)
 # ### 4. Keep the schedule with the training
 #
 # The loop calls `advance` after `scaler.step(optimizer)`. Complete `advance`: update the scaler, and then call
-# `scheduler.step()` only if the scaler did not skip the step.
+# `scheduler.step()`, except after a skipped step.
 
 
 # %%
@@ -493,7 +493,7 @@ exercises.check_advance(advance)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# How does `update` change the scale after a skipped step, and how after a good step?
+# How does `update` change the scale after a skipped step and after a good step?
 #
 # </details>
 #

@@ -93,7 +93,7 @@ assert loss_in(torch.float16, model).isnan()
 # **Why.** In fp16, an output of 65520 or more becomes infinite. Infinity minus infinity, as in a normalisation, is
 # NaN.
 #
-# **The fix.** If inf or NaN appears only in fp16, use bf16, because its range is nearly that of fp32. Or keep the
+# **The fix.** If inf or NaN appears only in fp16, use bf16, because bf16 has nearly the range of fp32. Or keep the
 # overflowing layers in fp32: switch autocast off around them, and cast their inputs with `.float()`. If NaN appears in
 # fp32 too, look for NaN in the data, and use `amp_lab.numerics.find_nonfinite` to find the op that produces the NaN.
 #
@@ -170,7 +170,7 @@ assert added[0].isnan().all()
 
 # %% [markdown]
 # **Why.** The constant, often -1e9, does not fit into the tensor's dtype, so `masked_fill` can raise an error. In
-# fp16, addition and `torch.where` give -inf instead, and the softmax of a row of -inf is NaN. <!--
+# fp16, addition and `torch.where` give -inf instead. The softmax of a row of -inf is NaN. <!--
 # tests/notebooks/test_08a_values.py -->
 #
 # **The fix.** Use a constant that fits, such as `torch.finfo(scores.dtype).min` for a mask.
@@ -240,7 +240,7 @@ assert attend(v, hidden & ~nowhere).tolist() == [[1, 1], [1, 1]]
 # %% [markdown]
 # PyTorch's modules can return NaN for such a row: <!-- tests/notebooks/test_08a_values.py -->
 #
-# - `nn.MultiheadAttention` if it returns its weights, which is the default: pass `need_weights=False`;
+# - `nn.MultiheadAttention` when it returns its weights (the default): pass `need_weights=False`;
 # - `nn.MultiheadAttention` and `nn.TransformerEncoderLayer` in evaluation without gradients: call
 #   `torch.backends.mha.set_fastpath_enabled(False)`.
 #
@@ -395,7 +395,7 @@ for dtype in (torch.float32, torch.float16, torch.bfloat16):
     assert cross_entropy(p, target).isnan() == (dtype is not torch.float32)
 
 # %% [markdown]
-# **Why.** In 16 bits `1 - 1e-6` rounds to 1, so the clamp leaves a `p` of 1 as it is. In fp16 `1e-8` rounds to 0, so
+# **Why.** In 16 bits `1 - 1e-6` rounds to 1, so the clamp does not change a `p` of 1. In fp16 `1e-8` rounds to 0, so
 # adding `1e-8` to `p` does not help. The logarithm of 0 is -inf, and 0 times -inf is NaN.
 #
 # **The fix.** Compute the loss from logits: `F.binary_cross_entropy_with_logits`, `F.cross_entropy` or
@@ -433,8 +433,8 @@ assert torch.tensor(1 - 1e-3).bfloat16() == 1
 # words = "rmsnorm layernorm variance square distance sum dice iou soft_dice_score segmentation overflow zeros"
 # -->
 #
-# **What you see.** The output of a layer is exactly zero, and the layers before it do not learn. Or a Dice loss
-# is NaN.
+# **What you see.** The output of a layer is exactly zero, and the layers before it do not learn. A Dice loss can also
+# be NaN.
 #
 # **A small example.** We write root-mean-square normalisation by hand.
 
@@ -560,19 +560,19 @@ def masked_step(scaler):
 print(message_of(lambda: masked_step(torch.amp.GradScaler("cpu", init_scale=2.0**17))))
 
 # %% [markdown]
-# **Why.** By default, `GradScaler` raises the scale until gradients overflow, and infinity times 0 is NaN. Anomaly
+# **Why.** By default, `GradScaler` raises the scale until gradients overflow. Infinity times 0 is then NaN. Anomaly
 # detection stops at this NaN, although the scaler would skip the step. <!-- tests/notebooks/test_08a_values.py -->
 #
 # **The fix.** Search for the NaN with a scale of 1 that does not grow: `GradScaler(init_scale=1.0,
-# growth_interval=10**9)`. If the error remains, look for the cause at the op that the message names. Do the same if
-# you use no scaler.
+# growth_interval=10**9)`. If the error remains, look for the cause at the op named in the message. Do the same if you
+# use no scaler.
 
 # %%
 assert masked_step(torch.amp.GradScaler("cpu", init_scale=1.0)).tolist() == [0.0, 1.0]
 
 # %% [markdown]
-# **Not this.** Do not remove the scaler from an fp16 run because of this message: small gradients can then become
-# zero. Switch anomaly detection off instead.
+# **Not this.** Do not remove the scaler from an fp16 run to silence this message: without a scaler, small gradients
+# can become zero. Switch anomaly detection off instead.
 
 # %% [markdown]
 # ## Further reading

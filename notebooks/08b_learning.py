@@ -89,8 +89,8 @@ assert scales[165:] == [0.0] * 5  # twice 0 is 0: it stays there
 
 # %% [markdown]
 # **Why.** At any scale, at least one gradient is infinite or NaN, so a smaller scale does not help. Typical sources
-# are ops such as `log(0)`, 0/0 and a square root at 0. Others are a NaN in the data or an activation that overflows in
-# fp16.
+# are ops such as `log(0)`, 0/0 and a square root at 0. Other sources are a NaN in the data or an activation that
+# overflows in fp16.
 # <!-- tests/notebooks/test_08b_learning.py -->
 #
 # **The fix.** Run one step inside `amp_lab.numerics.find_nonfinite(model)`, which reports where the inf or NaN comes
@@ -163,7 +163,7 @@ assert lost.count_nonzero() == 0
 # Here, each output has the gradient 6e-9.
 #
 # **The fix.** Keep the weights in fp32 and use fp16 autocast with a `GradScaler`. Or use bf16 without a scaler,
-# because its range is nearly that of fp32.
+# because bf16 has nearly the range of fp32.
 
 # %%
 kept = gradient_of(weight, torch.amp.GradScaler("cpu"))
@@ -337,10 +337,10 @@ assert after_updates(model) == 1.0
 
 # %% [markdown]
 # **Why.** When a PyTorch optimizer updates a bf16 weight, an update smaller than about 0.2 % of the weight is rounded
-# away (in fp16 0.02 %).
+# away (0.02 % in fp16).
 #
-# **The fix.** Keep the trainable weights in fp32 and use bf16 autocast: call `model.float()` before you create the
-# optimizer, and load a bf16 checkpoint without `assign=True`.
+# **The fix.** Keep the trainable weights in fp32 and use bf16 autocast. Call `model.float()` before you create the
+# optimizer. Load a bf16 checkpoint without `assign=True`.
 #
 # If fp32 weights do not fit into memory, use [an optimizer for bf16
 # weights](16_low_precision_state.ipynb#Weights-in-bf16) that does not lose small updates.
@@ -428,8 +428,8 @@ assert first_step(torch.ones(1).half(), [1e-6], eps=1e-4) == [1.0]  # nothing is
 # words = "RoPE rotary position embedding inv_freq cos sin cached arange index counter cumsum integer position_ids long context sin_cached cos_cached mistral"
 # -->
 #
-# **What you see.** A model is good on short inputs, but bad on long ones. Or a count stops at 256, or an index is out
-# of range because 999 became 1000.
+# **What you see.** A model is good on short inputs, but bad on long ones. A count can also stop at 256. An index can
+# be out of range because 999 became 1000.
 #
 # **A small example.** We compute the angles of rotary position embeddings (RoPE), positions times
 # frequencies, with a matmul. Autocast runs the matmul in bf16.
@@ -448,8 +448,9 @@ assert rounded.unique().numel() == 513
 assert torch.tensor([998, 999]).to(torch.bfloat16).tolist() == [1000, 1000]
 
 # %% [markdown]
-# **Why.** bf16 represents every whole number only up to 256, and fp16 only up to 2048. Above that, neighbouring
-# positions or counts can become the same number. Rounded frequencies (`inv_freq`) also make the angles wrong.
+# **Why.** bf16 represents every whole number only up to 256, and fp16 only up to 2048. Above these limits,
+# neighbouring positions or counts can become the same number. Rounded frequencies (`inv_freq`) also make the angles
+# wrong.
 #
 # Autocast, the code itself or `model.bfloat16()` can cast these values. `model.bfloat16()` also casts floating-point
 # buffers.
@@ -500,7 +501,7 @@ print("sum in bf16:", total_of(torch.tensor(0.0, dtype=torch.bfloat16)))
 assert total_of(torch.tensor(0.0, dtype=torch.bfloat16)) == 1024
 
 # %% [markdown]
-# **Why.** A sum in bf16 has 8 significant bits (in fp16 11), so a loss that is small compared with the sum does not
+# **Why.** A sum in bf16 has 8 significant bits (11 in fp16), so a loss that is small compared with the sum does not
 # change the sum. If you log the increase of the sum, the log then shows 0.
 #
 # **The fix.** Add up losses and metrics in fp32: start with
@@ -531,7 +532,7 @@ assert total_of(torch.zeros((), dtype=torch.float32)) == 2500
 # words = "float8 fp8 e4m3 e5m2 fp8_e4m3fn addmm_cuda mul_cuda cat_cuda abs_cuda ComfyUI weight_dtype cast scale amax 448 torchao lora grid artefacts loader"
 # -->
 #
-# **What you see.** PyTorch refuses many operations on the weights. Or the model runs, but its results are bad.
+# **What you see.** Many operations on the weights raise an error. Or the model runs, but its results are bad.
 #
 # **A small example.** We cast small weights to FP8 without a scale. The cell prints the errors of two
 # additions and three linear layers, and the share of the weights that became zero.
@@ -549,15 +550,15 @@ assert 0.1 < (stored.float() == 0).float().mean() < 0.2
 
 # %% [markdown]
 # **Why.** Without a scale, a weight with a magnitude below 2^-10 (0.001) becomes zero in `torch.float8_e4m3fn`, and a
-# weight above 448 becomes 448 or NaN. PyTorch also lacks many operations for FP8, such as addition in eager mode, and
-# does not promote an FP8 matrix to another dtype. <!-- tests/notebooks/test_08b_learning.py -->
+# weight above 448 becomes 448 or NaN. PyTorch also lacks many operations for FP8, such as addition in eager mode.
+# PyTorch does not promote an FP8 matrix to another dtype. <!-- tests/notebooks/test_08b_learning.py -->
 #
 # **The fix.** Use a library that stores scales with the FP8 weights, such as
 # [torchao](https://github.com/pytorch/ao/blob/main/torchao/quantization/quantize_/workflows/float8/float8_tensor.py),
 # or keep the weights in bf16.
 #
-# By hand, divide the weight by a factor before the cast to FP8. Before the matmul, cast the FP8 weight back and
-# multiply it by this factor:
+# To scale a weight by hand, divide it by a factor before the cast to FP8. Before the matmul, cast the FP8 weight back
+# and multiply it by this factor:
 
 
 # %%

@@ -86,8 +86,8 @@ assert "Attempting to unscale FP16 gradients." in message
 # tests/notebooks/test_08c_scaler.py -->
 #
 # Two causes are easy to miss:
-# - By default, Transformers 5 loads a checkpoint in the dtype that its config
-#   names. <!-- tests/notebooks/test_08c_scaler.py -->
+# - By default, Transformers 5 loads a checkpoint in the dtype given in the checkpoint's config. <!--
+#   tests/notebooks/test_08c_scaler.py -->
 # - By default, PEFT trains a layer in `modules_to_save` in the dtype of the base
 #   model. <!-- tests/notebooks/test_08c_scaler.py -->
 #
@@ -159,8 +159,9 @@ print(message)
 assert "unscale_() has already been called on this optimizer since the last update()." in message
 
 # %% [markdown]
-# **Why.** `unscale_` divides the gradients in place, so it may run only once for an optimizer until `scaler.update()`
-# is called. Often the loop clips after every batch of an accumulation, or leaves out `update()` when it skips a step.
+# **Why.** `unscale_` divides the gradients in place, so call it at most once for each optimizer between two calls of
+# `scaler.update()`. Often the loop clips after every batch of an accumulation, or leaves out `update()` when it skips
+# a step.
 # <!-- tests/notebooks/test_08c_scaler.py -->
 #
 # **The fix.** Call `unscale_` and clip only once, after the last batch of the accumulation. Call `scaler.update()` at
@@ -205,7 +206,7 @@ torch.testing.assert_close(accumulate(clip_each=False), model[0].weight.detach()
 # `No inf checks were recorded for this optimizer.`
 #
 # **A small example.** A model has two parts, and each part has an optimizer. The body
-# is frozen: it runs under `no_grad`. So only the head gets a gradient.
+# is frozen: it runs under `no_grad`. Only the head therefore has a gradient.
 
 
 # %%
@@ -229,13 +230,13 @@ assert "No inf checks were recorded for this optimizer." in message
 
 # %% [markdown]
 # **Why.** All parameters of this optimizer have a `.grad` of `None`. For example, they are frozen or belong to another
-# copy of the model. Or the loss does not depend on them: `.item()`, `.detach()`, `torch.tensor(...)` and ops without a
-# derivative, such as `argmax`, disconnect the loss from the parameters.
+# copy of the model. Or the loss does not depend on the parameters: `.item()`, `.detach()`, `torch.tensor(...)` and ops
+# without a derivative, such as `argmax`, disconnect the loss from the parameters.
 # <!-- tests/notebooks/test_08c_scaler.py -->
 #
 # **The fix.** If the parameters should not be trained in this step, do not call `scaler.step` for their optimizer. If
-# no optimizer steps, leave out `scaler.update()` too. Otherwise unfreeze the parameters, or build the optimizer from
-# the model that computes the loss. Leave out `no_grad`, and combine losses with `+` or `torch.stack`.
+# you step no optimizer, leave out `scaler.update()` too. Otherwise unfreeze the parameters, or build the optimizer
+# from the model that computes the loss. Remove `no_grad`, and combine losses with `+` or `torch.stack`.
 
 # %%
 assert two_parts(step_both=False) == [False, True]
@@ -312,14 +313,14 @@ for calls, message in messages.items():
 assert len(set(messages.values())) == 7
 
 # %% [markdown]
-# **Why.** An enabled scaler expects its methods in a fixed order. Between two calls of `update`, call `unscale_` and
-# `step` at most once for each optimizer, and `unscale_` before `step`. A call that comes too early can also raise an
-# error. After `unscale_` or `step`, you cannot pickle the scaler until you call `update`. `update` can also fail if
-# the `step` of a fused optimizer found no gradients.
+# **Why.** Call the methods of an enabled scaler in a fixed order. Between two calls of `update`, call `unscale_` and
+# `step` at most once for each optimizer. Call `unscale_` before `step`. A call that comes too early can also raise an
+# error. After `unscale_` or `step`, call `update` before you pickle the scaler. `update` can also fail if the `step`
+# of a fused optimizer found no gradients.
 # <!-- tests/notebooks/test_08c_scaler.py -->
 #
 # **The fix.** For [every optimizer step](https://docs.pytorch.org/docs/stable/notes/amp_examples.html), call
-# `scaler.scale(loss).backward()` for each batch. If you clip, then call `scaler.unscale_(optimizer)`. Call
+# `scaler.scale(loss).backward()` for each batch. If you clip, call `scaler.unscale_(optimizer)` next. Call
 # `scaler.step(optimizer)` for each optimizer, and `scaler.update()` once at the end. With Accelerate or Lightning, do
 # not call the scaler yourself: replace `loss.backward()` with `accelerator.backward(loss)`, `fabric.backward(loss)` or
 # Lightning's `self.manual_backward(loss)`. If your order is right, see [An optimizer has no
@@ -374,7 +375,7 @@ assert math.isnan(weight_after_step(torch.optim.Adam, by_scaler=False, gradient=
 # **Why.** After `scaler.scale(loss).backward()` the gradients are multiplied by the scale, which by default starts at
 # 65536. `scaler.step(optimizer)` divides the gradients by the scale if `unscale_` has not done so yet. `scaler.step`
 # also skips the step if a gradient is infinite or NaN. `optimizer.step()` does neither. Adam's steps hardly depend on
-# the size of the gradients, but an infinite gradient makes its weight NaN.
+# the size of the gradients, but an infinite gradient makes the weight NaN.
 #
 # **The fix.** Replace every `optimizer.step()` with `scaler.step(optimizer)`, and call `scaler.update()` afterwards.
 # Do not [call both steps](https://github.com/IAHispano/Applio/pull/860): the weights would be updated twice. If your
@@ -515,8 +516,8 @@ assert "Detected call of `lr_scheduler.step()` before `optimizer.step()`." in me
 # [skipped](https://github.com/pytorch/pytorch/issues/44511) `optimizer.step()` because of an overflow. The scheduler
 # advanced anyway, so the schedule is ahead of the training. <!-- tests/notebooks/test_08c_scaler.py -->
 #
-# **The fix.** With one optimizer, compare `scaler.get_scale()` before and after `scaler.update()`, and advance the
-# schedule only if the scale did not fall. If `scheduler.step()` comes first in your loop, move it after `scaler.step`.
+# **The fix.** With one optimizer, compare `scaler.get_scale()` before and after `scaler.update()`. If the scale fell,
+# do not advance the schedule. If `scheduler.step()` comes first in your loop, move it after `scaler.step`.
 # <!-- tests/numerics/test_scale_log.py -->
 #
 # In Lightning, if your schedulers have `interval="step"`, override these two methods of your `LightningModule`:

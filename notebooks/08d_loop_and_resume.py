@@ -102,8 +102,8 @@ assert abs(moved - 1) < 1e-3  # the full length that clipping allows
 # **Not this.** Do not raise `max_norm` to the size of the scaled gradients, because the scale changes during training.
 # <!-- tests/notebooks/test_08d_loop_and_resume.py -->
 #
-# Hooks that read gradients during `backward()`, such as those of
-# [`wandb.watch`](https://github.com/wandb/wandb/issues/4369), also get scaled gradients.
+# Hooks that run during `backward()`, such as the hooks of [`wandb.watch`](https://github.com/wandb/wandb/issues/4369),
+# also read scaled gradients.
 # <!-- tests/notebooks/test_08d_loop_and_resume.py -->
 
 
@@ -152,9 +152,9 @@ print(message)
 assert "of order 2.0 for gradients from `parameters` is non-finite" in message
 
 # %% [markdown]
-# **Why.** The norm of the gradients is infinite or NaN, usually because a gradient is. With `error_if_nonfinite=True`,
-# `clip_grad_norm_` raises an error for such a norm. With a `GradScaler`, an overflow now and then is normal:
-# `scaler.step` skips the step, and `scaler.update` lowers the scale.
+# **Why.** The norm of the gradients is infinite or NaN, usually because a gradient is infinite or NaN. With
+# `error_if_nonfinite=True`, `clip_grad_norm_` raises an error for such a norm. With a `GradScaler`, an occasional
+# overflow is normal: `scaler.step` skips the step, and `scaler.update` lowers the scale.
 #
 # **The fix.** With a `GradScaler`, pass `error_if_nonfinite=False` (PyTorch's default). If a gradient is infinite or
 # NaN, the scaler skips the step. If you train without a scaler, the optimizer also steps with such gradients, so set
@@ -257,7 +257,7 @@ with torch.autocast("cpu", dtype=torch.bfloat16):
 # -->
 #
 # **What you see.** A run was fine when you saved its checkpoint. After you load the checkpoint, the loss is higher or
-# NaN. Or the scaler skips the first steps, or the run deviates from an uninterrupted run.
+# NaN. In other cases, the scaler skips the first steps, or the run diverges from an uninterrupted run.
 #
 # **A small example.** We take steps of Adam with gradients of 1 and -1. Then we take one step with a gradient of 0.01:
 # first with a new Adam, then with the saved state.
@@ -283,7 +283,7 @@ print(f"first step: {with_saved:.0e} with the saved Adam, {with_new:.0e} with a 
 assert with_new > 10 * with_saved
 
 # %% [markdown]
-# **Why.** Some of the run's state was not saved or not loaded, or has wrong values.
+# **Why.** Some of the run's state is missing, was not loaded or has wrong values.
 #
 # Missing state: <!-- tests/notebooks/test_08d_loop_and_resume.py -->
 # - Without the optimizer's state, the new Adam above moves the weight by the full learning rate in its first step.
@@ -292,7 +292,8 @@ assert with_new > 10 * with_saved
 #
 # Wrong values: <!-- tests/notebooks/test_08d_loop_and_resume.py -->
 # - The model was saved with `.half()`. A running variance of 100,000 becomes infinite in fp16.
-# - The optimizer's state was saved in bf16. This also rounds Adam's `step`: 301 becomes 300, and 300 + 1 is 300 again.
+# - The optimizer's state was saved in bf16. Adam's `step` is then rounded too: 301 becomes 300, and 300 + 1 is 300
+#   again.
 # - The checkpoint contained NaN already, for example in [buffers of batch
 #   normalisation](08a_values.ipynb#Training-is-fine-but-evaluation-is-NaN).
 #
@@ -361,12 +362,13 @@ assert "expected dtype float for `end` but got dtype c10::BFloat16" in message
 # because the model was cast after the optimizer's first step. Some optimizers, such as
 # [IPEX's AdamW](https://github.com/intel/intel-extension-for-pytorch/blob/6d71c53e0195af39a16b60cf430b41a163173cb1/intel_extension_for_pytorch/optim/_functional.py),
 # also refuse weights that are not in fp32. A fused optimizer on a GPU can also refuse a gradient whose
-# [strides](https://github.com/pytorch/pytorch/issues/106951) differ from those of its weight.
+# [strides](https://github.com/pytorch/pytorch/issues/106951) differ from the strides of its weight.
 #
 # **The fix.** Cast the model first. Then create the optimizer and the averaged weights. Load their states last. If you
 # use autocast, do not cast the model at all. For an fp32 average of bf16 weights, cast in the update:
-# `average.lerp_(weight.float(), 0.1)`. If DeepSpeed's Muon has an fp32 momentum after resuming, cast it to the [dtype
-# of the gradients](https://github.com/deepspeedai/DeepSpeed/issues/7746). If all dtypes agree, leave out `fused=True`.
+# `average.lerp_(weight.float(), 0.1)`. If DeepSpeed's Muon has an fp32 momentum after resuming, cast this momentum to
+# the [dtype of the gradients](https://github.com/deepspeedai/DeepSpeed/issues/7746). If all dtypes agree, remove
+# `fused=True`.
 # <!-- tests/notebooks/test_08d_loop_and_resume.py -->
 
 # %%
@@ -427,7 +429,7 @@ assert "The source state dict is empty, possibly because it was saved from a dis
 # **Why.** Usually, the checkpoint was saved by a run whose scaler was disabled, such as a run in bf16, in fp32, or on
 # a machine without a GPU. The `state_dict()` of a disabled `GradScaler` is empty.
 #
-# **The fix.** Load the scaler's state only if the saved dict is not empty. A new scaler finds a suitable scale
+# **The fix.** If the saved dict is empty, do not load the scaler's state. A new scaler finds a suitable scale
 # automatically ([notebook 03](03_grad_scaler_step_by_step.ipynb) shows how).
 
 # %%
@@ -458,10 +460,9 @@ assert scaler.get_scale() == 1024
 # torch = "2.6 and later, by default"
 # -->
 #
-# **What you see.** `torch.load` raises `Weights only load failed.` Further down, the message says
-# `Unsupported global: GLOBAL torch.amp.grad_scaler.GradScaler was not an allowed global by default.`
-# For a DeepSpeed checkpoint, the message names
-# [a DeepSpeed class](https://github.com/modelscope/ms-swift/issues/5808) instead.
+# **What you see.** `torch.load` raises `Weights only load failed.` Further down, the message contains `Unsupported
+# global: GLOBAL torch.amp.grad_scaler.GradScaler was not an allowed global by default.` For a DeepSpeed checkpoint,
+# the message names [a DeepSpeed class](https://github.com/modelscope/ms-swift/issues/5808) instead.
 #
 # **A small example.** We save the scaler itself.
 

@@ -103,8 +103,8 @@ def refusals(calls, *inputs):
 # words = "linear matmul bmm baddbmm einsum tensordot conv2d lerp huber_loss mse_loss bce criterion head"
 # -->
 #
-# **What you see.** An op after the autocast block raises one of these errors. In the first message, a layer
-# names the dtype of its input before that of its weights: <!-- tests/notebooks/test_08e_dtypes.py -->
+# **What you see.** An op after the autocast block raises one of these errors. The first message gives the dtype of a
+# layer's input, then the dtype of its weights: <!-- tests/notebooks/test_08e_dtypes.py -->
 # - `mat1 and mat2 must have the same dtype, but got Half and Float`
 # - `expected scalar type Half but found Float`
 # - `Found dtype Float but expected Half`, raised by the backward pass of a loss
@@ -135,14 +135,14 @@ for dtype in HALF:
 
 # %% [markdown]
 # **Why.** A tensor that was computed in half precision in an autocast block keeps this dtype after the block,
-# where autocast no longer casts inputs. The op that fails gets a half-precision tensor and an fp32 tensor.
+# where autocast no longer casts inputs. The op that fails has a half-precision input and an fp32 input.
 #
 # In these cases, the cause is different:
-# - A layer says `mat1 and mat2 must have the same dtype, but got Float and Half`: [the model is in half precision
+# - A layer raises `mat1 and mat2 must have the same dtype, but got Float and Half`: [the model is in half precision
 #   but its input is fp32](#The-model-is-in-half-precision-but-its-input-is-fp32).
-# - The message says `BFloat16 and Half`: [fp16 and bf16 are mixed in one
+# - The message contains `BFloat16 and Half`: [fp16 and bf16 are mixed in one
 #   model](#fp16-and-bf16-are-mixed-in-one-model).
-# - The message names `Double`, `Long` or `Byte`: [one tensor is float64 or an
+# - The message contains `Double`, `Long` or `Byte`: [one tensor is float64 or an
 #   integer](#The-input-is-float64-or-an-integer).
 # - The traceback contains `user_fn`: [a custom autograd function fails in
 #   backward](#A-custom-autograd-function-fails-in-backward).
@@ -201,8 +201,7 @@ assert weight.half() - update == 1  # a weight in fp16 loses the update
 # first conv patch embedding pixels encode_image CLIP SigLIP ViT infinity cast server"""
 # -->
 #
-# **What you see.** A layer raises one of these errors. The first two messages name the dtype of the input
-# first:
+# **What you see.** A layer raises one of these errors. In the first two messages, the dtype of the input comes first:
 # - `mat1 and mat2 must have the same dtype, but got Float and Half`
 # - `Input type (float) and bias type (c10::Half) should be the same`
 # - `mixed dtype (CPU): expect parameter to have scalar type of Float`, raised by a norm on a CPU
@@ -221,7 +220,7 @@ for dtype in HALF:
 # not convert their input.
 #
 # If the input is in half precision too, look for an fp32 tensor inside the model, such as a table of positions. If you
-# add it to a half-precision tensor, the sum is in fp32.
+# add such a tensor to a half-precision tensor, the sum is in fp32.
 #
 # On a CPU, a norm in half precision can refuse an fp32 input even inside an autocast block.
 # <!-- tests/notebooks/test_08e_dtypes.py -->
@@ -384,12 +383,12 @@ assert "expected scalar type Half but found Float" in message
 
 # %% [markdown]
 # **Why.** The custom `forward` runs inside the autocast block, but `backward` usually runs outside, where autocast
-# does not cast. So an op in `backward` gets a 16-bit gradient and an fp32 tensor that `forward` saved. If you decorate
-# only `backward`, the message names `_fwd_used_autocast`. <!-- tests/notebooks/test_08e_dtypes.py -->
+# does not cast. An op in `backward` therefore combines a 16-bit gradient with an fp32 tensor that `forward` saved. If
+# you decorate only `backward`, the message names `_fwd_used_autocast`. <!-- tests/notebooks/test_08e_dtypes.py -->
 #
 # **The fix.** On CUDA, decorate `forward` with `torch.amp.custom_fwd(device_type="cuda")` and `backward` with
-# `torch.amp.custom_bwd(device_type="cuda")`. For a kernel whose inputs autocast does not cast, such as one in Triton,
-# pass `cast_inputs=torch.float32` to `custom_fwd`, and let `forward` [return
+# `torch.amp.custom_bwd(device_type="cuda")`. For a kernel whose inputs autocast does not cast, such as a Triton
+# kernel, pass `cast_inputs=torch.float32` to `custom_fwd`, and let `forward` [return
 # fp32](02_autocast_dtypes.ipynb#Your-own-autograd-functions). If `custom_bwd` uses fp16 under bf16 autocast, update
 # torch ([fixed in 2022](https://github.com/pytorch/pytorch/pull/88029)).
 
@@ -407,7 +406,7 @@ for options in ({}, {"cast_inputs": torch.float32}):
     assert torch.equal(backward_through(decorated(**options)), torch.full((1, 2, 2), 2.0))
 
 # %% [markdown]
-# If you wrote your own activation checkpointing, check that it stores the dtype of autocast. If it stores only whether
+# If you wrote custom activation checkpointing, check that it stores the dtype of autocast. If it stores only whether
 # autocast was on, `backward()` recomputes the layers in autocast's default dtype, which is fp16 on CUDA. Use
 # `torch.utils.checkpoint.checkpoint(…, use_reentrant=False)` instead. <!-- tests/remedies/test_migrate_remedies.py -->
 
@@ -479,9 +478,9 @@ assert "mat1 and mat2 must have the same dtype, but got BFloat16 and Half" in me
 assert "Unexpected floating ScalarType in at::autocast::prioritize" in messages[1]
 
 # %% [markdown]
-# **Why.** An op gets an fp16 tensor and a bf16 tensor, or it gets bf16 tensors in an fp16 autocast block (or
-# the reverse). If the weights are in fp32, look for two nested blocks, one in fp16 and one in bf16. Both blocks share
-# a cache of cast weights, so the inner block can use the outer block's copies.
+# **Why.** An op has an fp16 and a bf16 input, or its inputs have one of these dtypes in an autocast block of the other
+# dtype. If the weights are in fp32, look for two nested blocks, one in fp16 and one in bf16. Both blocks share a cache
+# of cast weights, so the inner block can use the outer block's copies.
 #
 # The message with `prioritize` comes from an op that autocast runs in the widest dtype of its inputs
 # ([notebook 02](02_autocast_dtypes.ipynb)), such as `cat` on a CPU.
@@ -572,13 +571,13 @@ with torch.autocast("cpu", dtype=torch.bfloat16):
 assert "but got Double and BFloat16" in message
 
 # %% [markdown]
-# **Why.** A tensor, often the input, is float64 or an integer, but the op needs another dtype, such as that of
-# the weights. Or the class targets of `cross_entropy` are neither int64 nor uint8. NumPy's floating-point
-# arrays are float64 by default, and `torch.from_numpy` keeps this
-# dtype. <!-- tests/notebooks/test_08e_dtypes.py --> Autocast does not cast float64 or integers.
+# **Why.** A tensor, often the input, is float64 or an integer, but the op needs another dtype, such as the dtype of
+# the weights. Or the class targets of `cross_entropy` have a dtype other than int64 and uint8. NumPy's floating-point
+# arrays are float64 by default, and `torch.from_numpy` keeps this dtype. <!-- tests/notebooks/test_08e_dtypes.py -->
+# Autocast does not cast float64 or integers.
 # <!-- tests/notebooks/test_02_autocast_dtypes.py -->
 #
-# **The fix.** Convert the tensor where you load or create it, with `.float()`, as in
+# **The fix.** Where you load or create the tensor, convert it with `.float()`, as in
 # `torch.from_numpy(array).float()`. If the weights are in half precision, convert the input to the dtype of the
 # weights. Convert the class targets of `cross_entropy` with `.long()`.
 #

@@ -135,8 +135,7 @@ assert F.binary_cross_entropy_with_logits(perfect, target) > 0.31  # the second 
 # - `linalg.inv: Low precision dtypes not supported. Got Half`
 # - `quantile() input tensor must be either float or double dtype`
 #
-# **A small example.** We pass 16-bit tensors to six ops, the last one under CUDA's autocast
-# rules.
+# **A small example.** We pass 16-bit tensors to six ops. The last op runs under CUDA's autocast rules.
 
 # %%
 half, brain = torch.eye(2).half(), torch.eye(2).bfloat16()
@@ -157,8 +156,8 @@ with cuda_rules():
 # device](https://docs.pytorch.org/docs/stable/amp.html#autocast-op-reference), but not for this op.
 #
 # **The fix.** Call `.float()` on the input of the op. If the op is still refused under autocast, also run it inside
-# `with torch.autocast(device_type, enabled=False):`. Autocast probably casts the inputs to 16 bits again, as it does
-# for `torch.sparse.mm`. If the op initializes weights, create the model in fp32 and then cast the model.
+# `with torch.autocast(device_type, enabled=False):`. In this case, autocast probably casts the inputs to 16 bits
+# again, as in `torch.sparse.mm`. If the op initializes weights, create the model in fp32 and then cast the model.
 
 # %%
 for op in (torch.linalg.det, torch.linalg.inv):
@@ -259,15 +258,16 @@ print(warnings_of(lambda: torch.autocast("mps", dtype=torch.float32)))
 
 # %% [markdown]
 # **Why.** `torch.autocast` takes the type of a device as a string, such as `"cuda"`, `"cpu"`, `"mps"` or
-# `"xpu"`. Some types, such as `"meta"`, have no autocast. On a CPU, MPS or XPU, the dtype has to be fp16 or bf16. With
-# another dtype, autocast warns and switches itself off. <!-- tests/notebooks/test_08f_ops_and_devices.py -->
+# `"xpu"`. Some types, such as `"meta"`, do not support autocast. On a CPU, MPS or XPU, the dtype has to be fp16 or
+# bf16. With another dtype, autocast warns and switches itself off. <!-- tests/notebooks/test_08f_ops_and_devices.py
+# -->
 #
 # **The fix.** Pass `tensor.device.type`, not `tensor.device`. On an AMD GPU the type is
-# [`"cuda"`](https://docs.pytorch.org/docs/stable/notes/hip.html), not `"hip"`. If fp16 or bf16 is refused on a CPU or
-# on MPS, update torch. For example, autocast on MPS needs [torch 2.6 or
+# [`"cuda"`](https://docs.pytorch.org/docs/stable/notes/hip.html), not `"hip"`. If autocast refuses fp16 or bf16 on a
+# CPU or on MPS, update torch. For example, autocast on MPS needs [torch 2.6 or
 # later](https://github.com/huggingface/accelerate/blob/main/src/accelerate/accelerator.py) for bf16. To run a block in
 # fp32, write `enabled=False` instead of `dtype=torch.float32`. Also call `.float()` on the inputs of the block. To
-# find out whether a device has autocast, call `torch.amp.is_autocast_available(device_type)`.
+# find out whether a device supports autocast, call `torch.amp.is_autocast_available(device_type)`.
 
 
 # %%
@@ -319,7 +319,7 @@ assert warnings_of(lambda: torch.autocast("mps", enabled=False)) == ""
 # - `Feature '.bf16' requires .target sm_80 or higher`, from Triton, which `torch.compile` uses ([on a
 #   T4](https://github.com/unslothai/unsloth/issues/501))
 #
-# **A small example.** We replace two PyTorch functions to imitate a GPU that neither has nor emulates bf16.
+# **A small example.** To imitate a GPU without any bf16, even emulated, we replace two PyTorch functions.
 
 # %%
 without_bf16 = mock.patch.multiple(
@@ -390,9 +390,9 @@ if torch.cuda.is_available():
     assert "cuFFT only supports dimensions whose sizes are powers of two" in on_cuda
 
 # %% [markdown]
-# **Why.** The input of the FFT is in 16 bits, for example because a layer returned it in 16 bits. On CUDA, autocast
-# does not cast the inputs of an FFT. cuFFT, NVIDIA's FFT library, has fp16 kernels only for sizes that are powers of
-# two. PyTorch has no 16-bit FFT kernels for a CPU. <!-- tests/notebooks/test_08f_ops_and_devices.py -->
+# **Why.** The FFT's input is a 16-bit tensor, for example the 16-bit output of a layer. On CUDA, autocast does not
+# cast the inputs of an FFT. cuFFT, NVIDIA's FFT library, has fp16 kernels only for sizes that are powers of two.
+# PyTorch has no 16-bit FFT kernels for a CPU. <!-- tests/notebooks/test_08f_ops_and_devices.py -->
 #
 # `torch.stft` calls the same kernels. On CUDA, `torch.fft.rfft` in fp16 returns the dtype `ComplexHalf`. PyTorch has
 # no CUDA matmul for this dtype. <!-- tests/tracing/test_kernel_limits.py -->
@@ -401,7 +401,8 @@ if torch.cuda.is_available():
 # input. Keep the next ops on the spectrum in this block too, such as matmuls and a logarithm. Then cast the result to
 # the dtype of the next layer.
 #
-# `model.half()` also casts buffers such as a window. Then call `.float()` on the module that computes the spectrogram.
+# `model.half()` also casts buffers such as a window. After `model.half()`, call `.float()` on the module that computes
+# the spectrogram.
 # <!-- tests/notebooks/test_08f_ops_and_devices.py -->
 
 
@@ -447,7 +448,7 @@ if torch.backends.mps.is_available():
 
 # %% [markdown]
 # **Why.** Apple's GPUs and Intel's Arc A GPUs do not support float64. NumPy's floating-point arrays are float64 by
-# default. `GradScaler.unscale_` also creates a float64 tensor. On MPS, only older versions of torch do so ([issue
+# default. `GradScaler.unscale_` also creates a float64 tensor. On MPS, only older versions of torch create it ([issue
 # 142397](https://github.com/pytorch/pytorch/issues/142397)).
 #
 # **The fix.** Convert the tensor to fp32 before you move it: `torch.from_numpy(array).float().to("mps")`. In the
@@ -485,7 +486,7 @@ assert weights.float().to(device).dtype is torch.float32
 # **What you see.** The package `flash-attn` raises [`FlashAttention only support fp16 and bf16 data
 # type`](https://github.com/Dao-AILab/flash-attention/blob/main/csrc/flash_attn/flash_api.cpp).
 #
-# **A small example.** The kernel needs a GPU, so we only show how q becomes fp32: inside an autocast block, we
+# **A small example.** The kernel needs a GPU, so we only show how q becomes fp32. Inside an autocast block, we
 # multiply a bf16 tensor by fp32 cosines, as in a rotary embedding.
 
 # %%
@@ -497,9 +498,9 @@ print(f"v is {v.dtype}, q is {q.dtype}")
 assert q.dtype is torch.float32
 
 # %% [markdown]
-# **Why.** This kernel takes only fp16 and bf16. Autocast does not cast the inputs of [`flash-attn`'s
-# functions](https://github.com/Dao-AILab/flash-attention/blob/main/flash_attn/flash_attn_interface.py). The usual
-# causes are an fp32 model without autocast, and a norm or rotary embedding that returns q and k in fp32.
+# **Why.** Flash attention supports only fp16 and bf16. Autocast does not cast the inputs of [`flash-attn`'s
+# functions](https://github.com/Dao-AILab/flash-attention/blob/main/flash_attn/flash_attn_interface.py). Usually, the
+# model runs in fp32 without autocast, or a norm or rotary embedding returns q and k in fp32.
 #
 # **The fix.** Cast q, k and v to one 16-bit dtype right before the call. Or call
 # `F.scaled_dot_product_attention` under autocast, which casts q, k and v. For inference with transformers,
@@ -512,8 +513,8 @@ with torch.autocast("cpu", dtype=torch.bfloat16):
     assert F.scaled_dot_product_attention(q, q, v).dtype is torch.bfloat16
 
 # %% [markdown]
-# **Not this.** Do not train a model after `.half()` or `.bfloat16()` only to silence this message: [small
-# updates then round away](08b_learning.ipynb#Half-precision-weights-stop-moving).
+# **Not this.** Do not cast a model with `.half()` or `.bfloat16()` before training to silence this message: [rounding
+# then removes small updates](08b_learning.ipynb#Half-precision-weights-stop-moving).
 
 
 # %% [markdown]
@@ -543,7 +544,7 @@ with torch.autocast("cpu", dtype=torch.bfloat16):
 # error, PyTorch gives the reasons as warnings, for example
 # `Expected query, key and value to all be of dtype: {Half, BFloat16}`.
 #
-# **A small example.** A model allows only flash attention but gets fp32 inputs. We check the model with
+# **A small example.** A model allows only flash attention, but its inputs are fp32. We check the model with
 # [X-ray](09_xray_your_model.ipynb), which applies CUDA's rules and needs no GPU.
 
 
@@ -560,14 +561,14 @@ tokens = torch.rand(1, 2, 16, 64)  # batch, heads, tokens, features
 print(message_of(lambda: xray(FlashOnly(), tokens, dtype=torch.float32)).split(";")[0])
 
 # %% [markdown]
-# **Why.** None of the attention kernels that the program allows supports this call. On NVIDIA GPUs, PyTorch's own
-# flash attention and cuDNN kernels need an Ampere GPU or newer, and support only fp16 and bf16. If training works,
-# the cause is often a call outside autocast, with fp32 inputs, for example in the evaluation.
+# **Why.** No attention kernel that the program allows supports this call. On NVIDIA GPUs, PyTorch's own flash
+# attention and cuDNN kernels need an Ampere GPU or newer, and support only fp16 and bf16. If training works, the cause
+# is often a call with fp32 inputs outside autocast, for example during evaluation.
 # <!-- tests/tracing/test_kernel_limits.py -->
 #
 # **The fix.** If q, k and v are in fp32, run the call under autocast, or cast them to a 16-bit dtype. On NVIDIA GPUs
-# before Ampere, use fp16. If you need fp32 or have an older GPU, also allow `SDPBackend.EFFICIENT_ATTENTION`. If no
-# other kernel supports your call, allow `SDPBackend.MATH`. <!-- tests/tracing/test_kernel_limits.py -->
+# before Ampere, use fp16. If you need fp32 or have an older GPU, also allow `SDPBackend.EFFICIENT_ATTENTION`. If the
+# call still fails, allow `SDPBackend.MATH`. <!-- tests/tracing/test_kernel_limits.py -->
 #
 # With `dtype=torch.bfloat16`, X-ray checks the model under autocast. Now the model runs without an error:
 

@@ -82,12 +82,12 @@ assert ("CUDA is not available" in warned) is not torch.cuda.is_available()
 assert "In CPU autocast, but the target dtype is not supported." in wrong_dtype
 
 # %% [markdown]
-# **Why.** You use autocast for CUDA, but PyTorch finds no GPU. Or you use autocast for another device, and autocast
-# does not support your dtype there. In both cases, autocast warns and switches itself off, so training continues in
-# fp32. Without a GPU, a scaler for CUDA also warns and switches itself off.
+# **Why.** You use autocast for CUDA, but PyTorch finds no GPU. Or you use autocast for another device with a dtype
+# that autocast does not support there. In both cases, autocast warns and is disabled, so training continues in fp32.
+# Without a GPU, a scaler for CUDA also warns and is disabled.
 #
-# For `"xpu"` and `"mps"` there is no warning if the device is missing: autocast stays enabled, but tensors on
-# the CPU stay in fp32. <!-- tests/notebooks/test_08g_speed_and_memory.py -->
+# If an `"xpu"` or `"mps"` device is missing, PyTorch does not warn. Autocast stays enabled, but tensors on the CPU
+# stay in fp32. <!-- tests/notebooks/test_08g_speed_and_memory.py -->
 #
 # **The fix.** Pass the device type of the tensors and a 16-bit dtype: `torch.autocast(x.device.type,
 # dtype=torch.bfloat16)`. If `torch.cuda.is_available()` is False on a machine with an NVIDIA or AMD GPU,
@@ -144,8 +144,8 @@ assert found == (torch.float32, torch.bfloat16)
 
 # %% [markdown]
 # **Why.** Autocast and its dtype are set separately in each thread. A new thread starts with autocast off and with
-# autocast's default dtype, which is fp16 on CUDA. With several GPUs, `nn.DataParallel` starts a thread for each GPU
-# and enters autocast there without a dtype, so bf16 becomes fp16.
+# autocast's default dtype, which is fp16 on CUDA. With several GPUs, `nn.DataParallel` starts a thread for each GPU.
+# Each thread enters autocast without a dtype, so bf16 becomes fp16.
 # <!-- tests/notebooks/test_08g_speed_and_memory.py -->
 #
 # **The fix.** Enter autocast with its dtype inside the function that the thread runs, or decorate the
@@ -226,8 +226,8 @@ assert (plain.ops, amp.ops, amp.casts) == (5, 16, 11)
 # - **The fp32 run** already used [TF32](19_choose_your_precision.ipynb#What-fp32-means), which is faster than fp32.
 # - **The clock** was read [before the GPU had finished](04_fp32_vs_amp.ipynb#How-not-to-measure).
 #
-# **The fix.** Time one step in each precision, on a batch that is already on the GPU. If AMP is faster on this
-# batch, the rest of the loop limits the speed, often the data loader. If AMP is not faster, try larger batches and the
+# **The fix.** Time one step in each precision, on a batch that is already on the GPU. If AMP is faster on this batch,
+# another part of the loop limits the speed, often the data loader. If AMP is not faster, try larger batches and the
 # dtype that `amp-lab doctor` recommends. For inference, cast the weights once. <!-- tests/cli/test_cli.py -->
 #
 # **Not this.** Do not call `model.half()` before training to avoid the casts: fp16 weights lose small updates.
@@ -266,8 +266,8 @@ assert torch.tensor(1.0).half() + 1e-4 == 1  # an update of an fp16 weight
 #
 # **What you see.** The peak memory of a training step is about the same as in fp32, or higher.
 #
-# **A small example.** The weights are large, and the batch has only one sample. We add up what the forward pass saves
-# for the backward pass, without the parameters.
+# **A small example.** The weights are large, and the batch has only one sample. We add up the tensors that the forward
+# pass saves for the backward pass, without the parameters.
 
 
 # %%
@@ -343,8 +343,9 @@ assert kept == 4  # weight and bias once, the input twice
 assert freed == 6  # all of them twice
 
 # %% [markdown]
-# **Why.** The fp32 weights stay in memory. In eager mode under `torch.no_grad()`, autocast by default also keeps its
-# 16-bit copies of weights that require a gradient, until the outermost autocast block ends.
+# **Why.** The fp32 weights stay in memory. In eager mode under `torch.no_grad()`, autocast by default also caches
+# 16-bit copies of weights that require a gradient. These copies stay in memory until the outermost autocast block
+# ends.
 # <!-- tests/notebooks/test_02_autocast_dtypes.py -->
 #
 # **The fix.** Use `torch.inference_mode()` or `torch.autocast(…, cache_enabled=False)`. Autocast then keeps no copies.
@@ -483,7 +484,7 @@ assert torch.cuda.OutOfMemoryError is torch.OutOfMemoryError
 # %% [markdown]
 # **Why.** The weights, gradients, optimizer state and activations do not all fit into the free memory of the device.
 #
-# The place of the error suggests its cause:
+# Look at when the error occurs to find its cause:
 # - **In the forward or backward pass**: the activations, because the batch, image or sequence is too large.
 # - **In the first `optimizer.step()`**: the optimizer state, which Adam allocates there.
 # - **After many steps, or in evaluation**: [memory grows](#Memory-grows-with-each-step-or-in-evaluation).

@@ -127,7 +127,7 @@ with torch._functorch.config.patch(backward_pass_autocast="off"):
 #
 # **What you see.** With `fullgraph=True`, the compiled function raises
 # `Attempted to inline function marked as skipped`. The message names a method of `GradScaler`. By default
-# (`fullgraph=False`), the graph breaks there without a message.
+# (`fullgraph=False`), the graph breaks at this method without a message.
 #
 # **A small example.** We compile a function that scales the loss.
 
@@ -143,8 +143,8 @@ assert len(broken.break_reasons) == 1
 # %% [markdown]
 # **Why.** `torch.compile` does not trace the function that the message names, such as `GradScaler.scale`.
 #
-# **The fix.** Compile only the model, or a function that computes the loss, including autocast. Call the function that
-# the message names outside the compiled function. Also call all methods of the scaler there.
+# **The fix.** Compile only the model, or a function that computes the loss, including autocast. Outside the compiled
+# function, call the function that the message names. Also call all methods of the scaler there.
 
 # %%
 loss_of = torch.compile(lambda h: h.sum(), backend="aot_eager", fullgraph=True)
@@ -229,13 +229,12 @@ for dtype in (torch.bfloat16, torch.float16):
 #
 # **What you see.** An error contains
 # `you have used mix of the legacy and new APIs to set the TF32 status for cublas matmul.` or a similar
-# sentence about `the matmul precision` or `the TF32 flags`. Often the line that fails is [inside
+# sentence about `the matmul precision` or `the TF32 flags`. The line that fails is often [inside
 # `torch.compile`](https://github.com/pytorch/pytorch/issues/166387). Torch 2.9 also
-# [warns](https://github.com/huggingface/transformers/issues/42371):
-# `Please use the new API settings to control TF32 behavior`.
+# [warns](https://github.com/huggingface/transformers/issues/42371): `Please use the new API settings to control TF32
+# behavior`.
 #
-# **A small example.** One line sets a switch by its new name, and another line reads it by its
-# old name.
+# **A small example.** One line sets a switch by its new name, but another line reads the switch by its old name.
 
 # %%
 matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
@@ -251,8 +250,8 @@ assert all("mix of the legacy and new APIs" in message for message in messages)
 # %% [markdown]
 # **Why.** PyTorch has old names (`allow_tf32`) and new names (`fp32_precision`) for its [TF32
 # switches](19_choose_your_precision.ipynb#What-fp32-means). Setting a switch by its new name does not change its value
-# under the old name. If the two values contradict each other, reading the old name raises an error. Calling
-# `torch.set_float32_matmul_precision("high")` and then setting `allow_tf32 = False` can cause the error too.
+# under the old name. If the two values contradict each other, you get an error when you read the old name. You can
+# also get this error if you call `torch.set_float32_matmul_precision("high")` and then set `allow_tf32 = False`.
 # <!-- tests/notebooks/test_08h_compile_and_processes.py -->
 #
 # **The fix.** For matmuls, set TF32 only with `torch.set_float32_matmul_precision`, which changes the value under both
@@ -293,9 +292,8 @@ for mode, new_name, is_tf32 in (("high", "tf32", True), ("highest", "ieee", Fals
 # -->
 #
 # **What you see.** A `FutureWarning` says
-# `` `torch.cuda.amp.autocast(args...)` is deprecated. ``, or the same about `GradScaler`, `custom_fwd` or
-# `custom_bwd`. If you change only the name, you can get an error such as
-# `missing 1 required positional argument: 'device_type'`.
+# `` `torch.cuda.amp.autocast(args...)` is deprecated. ``, or names `GradScaler`, `custom_fwd` or `custom_bwd` instead.
+# If you change only the name, you can get an error such as `missing 1 required positional argument: 'device_type'`.
 #
 # **A small example.** We use the old names. Then we change only the name, or only the
 # arguments.
@@ -319,7 +317,7 @@ print(message_of(lambda: torch.amp.custom_fwd(make)))
 # **Why.** The functions have moved to `torch.amp`, where the device type is a new argument. The old names still work
 # in torch 2.15. <!-- tests/notebooks/test_13_from_apex.py -->
 #
-# The first argument of the *old* `GradScaler` is the scale. If you pass a device there, an enabled scaler
+# The first argument of the *old* `GradScaler` is the scale. If you pass a device as this argument, an enabled scaler
 # later raises an error in `full()`. <!-- tests/notebooks/test_08h_compile_and_processes.py -->
 #
 # **The fix.** Write `torch.autocast("cuda", dtype=torch.float16)`, `torch.amp.GradScaler("cuda")` and
@@ -395,8 +393,8 @@ assert "Expected to have finished reduction in the prior iteration" in unused
 
 # %% [markdown]
 # **Why.** DDP averages a group of gradients [when all of them are
-# ready](https://docs.pytorch.org/docs/stable/notes/ddp.html). By default, if a trained parameter gets no
-# gradient in `backward`, its group is never ready, so the next training step can raise an error. With
+# ready](https://docs.pytorch.org/docs/stable/notes/ddp.html). By default, if `backward` computes no gradient for a
+# trained parameter, its group is never ready. The next training step can then raise an error. With
 # `static_graph=True`, the same parameters must get a gradient in each step.
 #
 # **The fix.** Remove the layers that the loss does not use, or freeze them before you create the DDP model.
@@ -459,15 +457,15 @@ assert new == "FSDP expects uniform original parameter dtype but got"
 assert old.startswith("Must flatten tensors with uniform dtype but got")
 
 # %% [markdown]
-# **Why.** FSDP needs one dtype for all trained parameters of a unit (a module that you wrap). FSDP1, and
-# FSDP2 in [older versions of torch](https://github.com/pytorch/pytorch/pull/154103), need this dtype for the
-# frozen parameters of the unit too.
+# **Why.** FSDP needs one dtype for all trained parameters of a unit (a module that you wrap). In FSDP1 and in [older
+# versions of torch](https://github.com/pytorch/pytorch/pull/154103), the frozen parameters of the unit need this dtype
+# too.
 #
 # **The fix.** Before you wrap the model, cast the trained weights to fp32. In FSDP1 and in old versions of torch, cast
-# the frozen weights too. Let FSDP cast the weights for the computation, as with
-# `MixedPrecisionPolicy(param_dtype=torch.bfloat16)`. Or first wrap each module with another dtype as a separate unit.
-# With QLoRA, set [`bnb_4bit_quant_storage`](https://huggingface.co/docs/bitsandbytes/fsdp_qlora) to the dtype of the
-# other weights.
+# the frozen weights too. Let FSDP cast the weights for the computation, for example with
+# `MixedPrecisionPolicy(param_dtype=torch.bfloat16)`. Or first wrap each module that has a different dtype as a
+# separate unit. With QLoRA, set [`bnb_4bit_quant_storage`](https://huggingface.co/docs/bitsandbytes/fsdp_qlora) to the
+# dtype of the other weights.
 
 # %%
 with group_of_one():

@@ -178,7 +178,7 @@ xray(net, images, device_type="cuda")
 # - `other ops in` is the dtype of the other ops.
 #
 # The first line below *Look at* compares the bytes that the casts write with the bytes that smaller results save. With
-# a larger batch, the results save more, while the casts of weights write the same.
+# a larger batch, the smaller results save more bytes, but the casts of weights write the same number.
 #
 # ## Three models, three backends
 #
@@ -256,7 +256,7 @@ _ = figures.dtypes_by_model(grid)
 #
 # - **`batch_norm`** and the `relu_` after it are fp32 on MPS, but the convolutions are fp16. So the ResNet needs
 #   casts from fp16 to fp32 and back.
-# - **`lstm`** is fp32 on MPS, where autocast has no rule for it. So it keeps the dtype of its input, here fp32.
+# - **`lstm`** is fp32 on MPS, where autocast has no rule for it. So the LSTM keeps the dtype of its input, here fp32.
 # - **`_log_softmax`** in the loss is fp16 on CUDA and MPS, and fp32 on the CPU. The [next
 #   section](#The-surprise-in-cross-entropy) explains why.
 
@@ -384,7 +384,7 @@ assert amp_lab_command(command.split()) == 0
 #
 # - Autocast's decisions do not depend on values. So fake tensors show these decisions for a device that you do not
 #   have.
-# - Under autocast on MPS, `batch_norm` runs in fp32, and so does an LSTM layer with an fp32 input.
+# - Under autocast on MPS, `batch_norm` runs in fp32. An LSTM layer with an fp32 input also runs in fp32.
 # - In eager mode under autocast on CUDA, XPU and MPS, `F.cross_entropy` of class indices rounds the `log_softmax`
 #   of fp16 logits to fp16. Pass `logits.float()`.
 # - In our forecast, AMP makes the activations smaller. Weights, gradients and optimizer state keep their size.
@@ -427,8 +427,8 @@ exercises.check_number_of_casts(number_of_casts)
 # number_of_casts = 6
 # ```
 #
-# There are 3 + 2 + 1 casts: input, weight and bias of the first linear layer, weight and bias of the second, and
-# the input of the norm.
+# The first linear layer needs 3 casts (input, weight and bias), and the second needs 2 (weight and bias). The norm
+# needs 1 (input).
 #
 # </details>
 #
@@ -518,7 +518,7 @@ exercises.check_gigabytes(gigabytes)
 # ```
 #
 # Each parameter takes 4 bytes of weight, 4 of gradient and 4 of momentum, all of them in fp32 under
-# autocast. That makes 12 bytes, times 3 billion.
+# autocast. So 3 billion parameters take 36 GB.
 #
 # </details>
 #

@@ -17,7 +17,7 @@
 # - how to compute the limit of a step from its FLOPs;
 # - what each rung changes: precision, memory format, optimizer or compiler;
 # - why a step takes longer than its limit;
-# - when AMP makes a step slower, and when faster.
+# - when AMP makes a step slower or faster.
 #
 # **What you need.** [Notebook 04](04_fp32_vs_amp.ipynb) for the training step and for how to measure. On a
 # CPU, `torch.compile` needs a C++ compiler by default. <!-- tests/core/test_requirements.py -->
@@ -42,8 +42,8 @@ figures.use_style()
 # ## The idea in five lines
 #
 # An op computes and moves data. Take a device that computes 200 GFLOP/s (200 billion floating-point
-# operations a second) and moves 30 GB/s. It runs a matmul and a ReLU on fp32 matrices of 1024 x 1024. Which of
-# the two would become faster if the device could compute twice as fast?
+# operations a second) and moves 30 GB/s. It runs a matmul and a ReLU on fp32 matrices of 1024 x 1024. Which op would
+# become faster if the device could compute twice as fast?
 
 # %%
 side = 1024
@@ -62,7 +62,7 @@ for name, operations, numbers in (
 # ## The settings
 #
 # The plain step runs in FP32. The rungs use the 16-bit precision that `amp-lab doctor` recommends for
-# this device. If it recommends none, the rungs use bf16. <!-- tests/core/test_device.py -->
+# this device. If `doctor` recommends none, the rungs use bf16. <!-- tests/core/test_device.py -->
 #
 # On Linux on x86-64, `keep_memory()` makes glibc reuse the memory of freed CPU tensors. Without this setting, [fp32
 # can look too slow](../docs/hardware.md#memory-allocation-can-make-fp32-look-slow).
@@ -104,7 +104,8 @@ assert not limits.trusted or limits.memory_bytes_per_s > 1e8  # a disk is faster
 # multiplication and one addition.
 #
 # In the backward pass, a convolution has two matmuls of the same size: one for the gradient of the weights, and one
-# for the gradient of the input. The first convolution has only one, because its input needs no gradient.
+# for the gradient of the input. The first convolution has only one backward matmul, because its input needs no
+# gradient.
 
 # %% tags=["nbval-ignore-output"]
 inputs, target = quantized_sine(config["size"], device)  # (1, 2, H, W), (1, 1, H, W)
@@ -306,8 +307,9 @@ assert moved_bytes["AMP"] < moved_bytes["plain"]
 # On the CPU of this run, autocast makes the activations and their gradients half as large, so AMP moves about
 # half the bytes.
 #
-# The **[roofline](https://doi.org/10.1145/1498765.1498785)** shows both peak rates in one figure. Each step is a
-# point at its FLOPs per byte moved. The line of a precision shows the most FLOP/s that the two peak rates allow:
+# The **[roofline](https://doi.org/10.1145/1498765.1498785)** shows both peak rates in one figure. Each point is a
+# step, drawn at its FLOPs per byte moved. For each precision, a line shows the highest FLOP/s that the two peak rates
+# allow:
 #
 # - **Under the slope**, moving the data takes longer than computing.
 # - **Under the flat part**, computing takes longer.
@@ -386,8 +388,8 @@ for size in config["sizes"]:
 _ = figures.speedup_over_size(config["sizes"], {str(low): by_size})
 
 # %% [markdown]
-# On the CPU of this run, AMP gains more with a larger picture. AMP pays from a size on if the intervals of this size
-# and of all larger sizes lie above 1.
+# On the CPU of this run, AMP gains more with a larger picture. AMP pays off from a given size if the intervals for
+# this size and all larger sizes are above 1.
 #
 # ## Summary
 #
@@ -432,7 +434,7 @@ exercises.check_layer_flops(layer_flops)
 # layer_flops = 3 * 2 * (32 * 32) * (64 * 128)
 # ```
 #
-# There are three matmuls. Each takes 2 FLOPs for each of 1,024 pixels and 8,192 weights.
+# There are three matmuls. Each matmul takes 2 FLOPs for each of 1,024 pixels and 8,192 weights.
 #
 # </details>
 #
@@ -523,7 +525,7 @@ exercises.check_pays_from(pays_from)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# AMP has to gain at the size that you choose and at all larger ones.
+# AMP must be faster at the size that you choose and at all larger sizes.
 #
 # </details>
 #
@@ -533,7 +535,7 @@ exercises.check_pays_from(pays_from)
 # pays_from = 64
 # ```
 #
-# The interval of 32 pixels includes 1, so AMP does not pay from 16 or 32 pixels on.
+# The interval for 32 pixels includes 1, so the answer has to be larger than 32 pixels.
 #
 # </details>
 #

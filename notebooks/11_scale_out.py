@@ -14,7 +14,7 @@
 # and holds.
 #
 # **What you'll learn.**
-# - why the losses agree with those of one process, and how closely;
+# - why and how closely the losses agree with those of one process;
 # - which precision choices are new: the dtypes in which weights and gradients are sent;
 # - how all processes agree on the loss scale, and when they do not.
 #
@@ -199,8 +199,8 @@ def train_ddp(config, data, dtype, device, sums_in=torch.float32):
 # ## FSDP2
 #
 # [FSDP2](https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html) divides the model. Each rank holds
-# one *shard* of each weight, with the shard's gradient and optimizer state. In a training step, FSDP2 sends this for
-# each encoder layer:
+# one *shard* of each weight, with the shard's gradient and optimizer state. In a training step, FSDP2 sends the
+# following for each encoder layer:
 #
 # | when | what FSDP2 sends | dtype |
 # |---|---|---|
@@ -308,9 +308,9 @@ for n in counts[1:]:
 # %% [markdown]
 # All set-ups have nearly the same losses as one process. In fp32, the losses are far closer than in bf16.
 #
-# **If you keep the size of the global batch (of all ranks together), you can keep the learning rate**: if the loss is
-# a mean over samples and the shares are equal, the ranks' average is the gradient of the whole batch. But a model with
-# plain batch norm has other training losses, because each rank normalises over only its part of the batch.
+# **If you keep the size of the global batch (of all ranks together), you can keep the learning rate**. This needs a
+# mean loss over samples and equal shares: then the ranks' average is the gradient of the whole batch. But a model with
+# plain batch norm has different training losses, because each rank normalises over only its part of the batch.
 # <!-- tests/notebooks/test_11_scale_out.py -->
 #
 # ## What does each rank send and hold?
@@ -362,8 +362,8 @@ assert fsdp_bytes == 16 / most
 # ## One decision about the loss scale
 #
 # With fp16, every rank has its own `GradScaler`, which decides whether to skip the step. If one rank of DDP skips and
-# another does not, the ranks train different models from then on. We put infinities on rank 1 only, with DDP and
-# with FSDP2, in one of two places:
+# another does not, the ranks train different models from then on. With DDP and with FSDP2, we put infinities on rank 1
+# only, in one of two places:
 #
 # - its batch;
 # - one of its gradients, after the ranks have averaged them.
@@ -406,13 +406,13 @@ assert decided[0]["DDP", "gradient"][1] == []
 #
 # ## On your own hardware
 #
-# [Several machines](../docs/several_machines.md) has the commands `amp-lab train` under torchrun and
-# `amp-lab xray … --parallel fsdp`. The second command lists the dtypes in which each parameter is stored, sent and used.
+# [Several machines](../docs/several_machines.md) shows the commands `amp-lab train` under torchrun and `amp-lab xray …
+# --parallel fsdp`. The second command lists the dtypes in which each parameter is stored, sent and used.
 # <!-- tests/cli/test_tracing_commands.py -->
 #
-# A sharded model can be saved on four ranks and resumed on two, with
-# [`torch.distributed.checkpoint`](https://docs.pytorch.org/tutorials/recipes/distributed_checkpoint_recipe.html). With
-# fp16, also save the scaler's `state_dict()`, and load it on every rank.
+# With [`torch.distributed.checkpoint`](https://docs.pytorch.org/tutorials/recipes/distributed_checkpoint_recipe.html),
+# you can save a sharded model on four ranks and resume it on two. With fp16, also save the scaler's `state_dict()`,
+# and load it on every rank.
 # <!-- tests/train/test_parallel_run.py, tests/notebooks/test_11_scale_out.py -->
 #
 # ## Summary
@@ -450,8 +450,8 @@ exercises.check_megabytes(megabytes)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# The gradients go through an `all_reduce`. In a ring of n ranks, each rank sends 2(n-1)/n times the bytes of the
-# gradients. Which dtype do gradients have under autocast if the weights are fp32?
+# DDP averages the gradients with an `all_reduce`. In a ring of n ranks, each rank sends 2(n-1)/n times the bytes of
+# the gradients. Which dtype do gradients have under autocast if the weights are fp32?
 #
 # </details>
 #
@@ -489,7 +489,7 @@ exercises.check_per_rank(gigabytes_per_rank)
 # ```
 #
 # Each parameter takes 16 bytes: 4 for the weight, 4 for the gradient and 8 for AdamW's state, all in
-# fp32. The model takes 112 GB, and each rank holds an eighth.
+# fp32. The model takes 112 GB, so each rank holds an eighth of it.
 #
 # </details>
 #

@@ -114,10 +114,10 @@ assert layers.Dense(3).compute_dtype == "float16"
 # CUDA](https://docs.pytorch.org/docs/stable/amp.html#cuda-op-specific-behavior), by default, it runs a matrix
 # multiplication in float16 and a sum in float32. A policy has one compute dtype for a layer.
 #
-# So by default, your own layer computes in float16 under `mixed_float16`. Squares of inputs above 256 then overflow.
+# So by default, a custom layer computes in float16 under `mixed_float16`. Squares of inputs above 256 then overflow.
 # Keras's batch normalization first [casts its input to
 # float32](https://github.com/keras-team/keras/blob/master/keras/src/layers/normalization/batch_normalization.py). Our
-# layer `Energy` does not. We call it under `mixed_float16` and under `float32`:
+# layer `Energy` does not cast its input. We call it under `mixed_float16` and under `float32`:
 
 
 # %%
@@ -311,8 +311,8 @@ def train_net(x, y, steps, scale, growth):
 
 
 # %% [markdown]
-# We train on torch and, if it is installed, on TensorFlow. The scale starts far too high, so that some steps are
-# skipped. We print the scale before the first step and after each step: <!-- tests/course/test_processes.py -->
+# We train on torch and, if it is installed, on TensorFlow. We start with a scale that is far too high, so some steps
+# are skipped. We print the scale before the first step and after each step: <!-- tests/course/test_processes.py -->
 
 # %% tags=["nbval-ignore-output"]
 small = load_dataset("digits", image_size=8, augment=False)
@@ -335,15 +335,15 @@ for backend, record in trained.items():
     assert record["losses"][-1] < record["losses"][0]
 
 # %% [markdown]
-# Each halving of the scale means a skipped step. When the gradients no longer overflow, the scale doubles after
-# every five good steps (`growth`). A `.keras` file stores the scale too.
+# Each time the scale halves, a step was skipped. When the gradients no longer overflow, the scale doubles after every
+# five good steps (`growth`). A `.keras` file stores the scale too.
 # <!-- tests/notebooks/test_12_keras.py -->
 #
 # ## A mistake in a custom step
 #
 # `apply` of a `LossScaleOptimizer` divides the gradients by the scale, even if they are not scaled. So the steps can
-# become too short if you forget `scale_loss` or divide the gradients yourself. There is no error. We move a weight
-# with a scaled gradient and with one that is not scaled:
+# become too short if you forget `scale_loss` or divide the gradients yourself. There is no error. We update a weight
+# once with a scaled gradient and once with an unscaled gradient:
 
 # %%
 gradient = ops.convert_to_tensor([0.5])

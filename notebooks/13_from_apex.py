@@ -149,8 +149,8 @@ assert table["O1"] == table["autocast"]
 assert table["O0"] == table["fp32 today"]
 
 # %% [markdown]
-# In the row of O1 only the activations are fp16, and the row of autocast is the same. At O2 the weights and
-# gradients of the linear layers are fp16 too, and Adam updates fp32 master weights.
+# The rows of O1 and autocast are the same: only the activations are fp16. At O2 the weights and gradients of the
+# linear layers are fp16 too, and Adam updates fp32 master weights.
 #
 # ### O0 and O1: fp32, and casts around ops
 #
@@ -281,8 +281,8 @@ for old_name in (torch.cuda.amp.autocast, torch.cpu.amp.autocast, torch.cuda.amp
 # %% [markdown]
 # Two things can go wrong when you replace these names with names of `torch.amp`.
 #
-# **The default dtype.** The old classes had a fixed default: fp16 for CUDA and bf16 for the CPU. By default, the new
-# class takes the dtype of an outer autocast block for the same device type, if there is one. In the next cell, three
+# **The default dtype.** The old classes had a fixed default: fp16 for CUDA and bf16 for the CPU. By default, inside an
+# outer autocast block for the same device type, the new class uses the dtype of that block. In the next cell, three
 # blocks are inside an outer block in fp16. In which dtype will each of them compute? <!--
 # tests/notebooks/test_13_from_apex.py -->
 
@@ -357,7 +357,7 @@ else:
     assert migrate_source(new_program)[0] == new_program  # nothing is left to do
 
 # %% [markdown]
-# The tool does not rewrite our Apex loop. It prints what to write for three of the loop's lines, and `--mark`
+# The tool does not rewrite our Apex loop. It prints a replacement for three of the loop's lines. With `--mark`, it
 # writes this advice into the code as comments:
 
 # %%
@@ -371,17 +371,17 @@ if find_spec("libcst") is not None:
 # %% [markdown]
 # ## Checkpoints that Apex wrote
 #
-# [Apex's manual](https://nvidia.github.io/apex/amp.html#checkpointing) asked for a checkpoint with the
-# states of model, optimizer and `amp`. In such a checkpoint:
+# [Apex's manual](https://nvidia.github.io/apex/amp.html#checkpointing) recommended a checkpoint with the states of the
+# model, the optimizer and `amp`. In such a checkpoint:
 #
 # - Parameter names begin with `module.` if the saved model was wrapped in `DistributedDataParallel`.
 # - At O2, Apex [cast the fp16 weights to
 #   fp32](https://github.com/NVIDIA/apex/blob/e13873debc4699d39c6861074b9a3b2a02327f92/apex/amp/_initialize.py) for
-#   the file. Their values stay rounded to fp16.
+#   the file. But their values are still rounded to fp16.
 # - At O2, the fp32 master weights are missing. Our program adds them.
 #
-# Our reference run trains for eight steps, writes a checkpoint, and trains for eight more steps. The resumed run
-# has to repeat the last eight. <!-- tests/notebooks/test_13_from_apex.py -->
+# Our reference run trains for eight steps, writes a checkpoint, and trains for eight more steps. The resumed run has
+# to reproduce the last eight steps. <!-- tests/notebooks/test_13_from_apex.py -->
 
 # %%
 from course.apex_training import Run, today_step, train_and_save

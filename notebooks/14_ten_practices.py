@@ -64,8 +64,8 @@ for dtype in (fp16, bf16):
     assert (plain != scaled).any() == (dtype is fp16)
 
 # %% [markdown]
-# In fp16, numbers as small as these lose digits if they are not scaled. In bf16, scaling changes nothing here, so the
-# advice is for fp16.
+# In fp16, such small numbers lose digits without scaling. In bf16, scaling changes nothing here, so the advice is for
+# fp16.
 #
 # ## The ten practices
 #
@@ -182,7 +182,7 @@ def profile_once(step):
 
 
 # %% [markdown]
-# From the trace, we count the casts, and the ops by the dtype of their first input.
+# We count the casts in the trace. We also count the ops, grouped by the dtype of their first input.
 # <!-- tests/notebooks/test_14_ten_practices.py -->
 
 # %%
@@ -245,11 +245,11 @@ for precision, (found, events) in profiles.items():
     assert (casts == 0) == (precision == "fp32")
 
 # %% [markdown]
-# Autocast adds the casts. Profiles without and with AMP show where AMP saves time.
+# Autocast adds the casts. Compare profiles without and with AMP to see where AMP saves time.
 #
 # ## Summary
 #
-# - Eight of the ten practices are right. The scaler is for fp16, and its settings rarely need a change.
+# - Eight of the ten practices are right. Use the scaler for fp16. You rarely need to change its settings.
 # - End the autocast block before `backward`.
 # - A trace with `record_shapes=True` shows dtypes and casts.
 #
@@ -276,7 +276,7 @@ exercises.check_lost_steps(lost_steps)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# Each lost step halves the scale. Write the scales down until one of them is small enough.
+# Each lost step halves the scale. Write down the scales until you reach one that is small enough.
 #
 # </details>
 #
@@ -312,7 +312,7 @@ exercises.check_casts(casts_in_forward)
 # casts_in_forward = 3 + 3 + 1  # weights, biases and the input
 # ```
 #
-# Of the three inputs, autocast casts only the first, because the others are already fp16.
+# Autocast casts only the first layer's input, because the other two inputs are already fp16.
 #
 # </details>
 #
@@ -376,7 +376,7 @@ exercises.check_verdict(verdict)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# If the two intervals overlap, both speed-ups may be the same number.
+# If the two intervals overlap, the two speed-ups may be equal.
 #
 # </details>
 #

@@ -99,8 +99,8 @@ assert halves[halves >= 0].tolist() == [0, 0.5, 1, 1.5, 2, 3, 4, 6]
 # | `nvfp4` | E2M1 | 16 neighbours in a row | E4M3, and one more scale in fp32 for the whole tensor |
 #
 # `quantize` rounds a tensor to such a format and undoes the scaling. The result is in fp32. We measure the error as
-# the *signal to quantisation noise ratio* (SQNR): an error as large as the values is 0 dB, an error of 10 % is 20 dB,
-# and an error of 1 % is 40 dB.
+# the *signal to quantisation noise ratio* (SQNR). An error of 100 % is 0 dB, an error of 10 % is 20 dB, and an error
+# of 1 % is 40 dB.
 # <!-- tests/formats/test_scaling.py -->
 #
 # We round two tensors. In the second tensor, one column (an *outlier channel*) is a million times as large as the
@@ -167,8 +167,8 @@ assert all(at_100[name] > 29 for name in NAMES[:4])
 assert at_100["mxfp4"] < at_100["nvfp4"] < alone["nvfp4"] - 5
 
 # %% [markdown]
-# FP8 loses almost nothing, because the range of E4M3 covers the outlier and the rest. In the four-bit formats, most
-# values in the blocks with an outlier become zero. <!-- tests/formats/test_scaling.py -->
+# FP8 loses almost no accuracy, because the range of E4M3 covers both the outlier and the other values. In the four-bit
+# formats, most values in the blocks with an outlier become zero. <!-- tests/formats/test_scaling.py -->
 #
 # ## Train with rounded matmuls
 #
@@ -181,8 +181,8 @@ assert at_100["mxfp4"] < at_100["nvfp4"] < alone["nvfp4"] - 5
 # | *wgrad*, the gradient of `weight` | `grad.T @ x` | (out, rows) @ (rows, in) | rows |
 #
 # The scale of a block multiplies a part of a sum, so our blocks lie along the dimension that the matmul sums over. But
-# each tensor is in two matmuls. For example, the forward matmul sums over *in*, and dgrad sums over *out*. So we round
-# `weight` twice: in blocks along *in* for the forward matmul, and in blocks along *out* for dgrad.
+# each tensor is an operand of two matmuls. For example, the forward matmul sums over *in*, and dgrad sums over *out*.
+# So we round `weight` twice: in blocks along *in* for the forward matmul, and in blocks along *out* for dgrad.
 #
 # Everything else is in fp32, such as the sums and the weights that the optimizer updates.
 
@@ -308,7 +308,7 @@ for name in ("mxfp4", "nvfp4"):
 # `rehearse` tests formats on your model. For training, it runs a forward and a backward pass in fp32. Then it tests
 # each format: first on the matmuls of each layer, then on the whole model. <!-- tests/formats/test_rehearsal.py -->
 #
-# We call `rehearse` on our GPT. First we make one feature of the second MLP an outlier: we multiply its weights in
+# We call `rehearse` on our GPT. First we make one feature of the second MLP an outlier. We multiply its weights in
 # `up` by a million, and divide its weights in `down` by a million:
 # <!-- tests/formats/test_rehearsal.py -->
 
@@ -330,14 +330,14 @@ assert all(found.verdict == "accurate enough in one step" for found in report.fo
 report
 
 # %% [markdown]
-# A star marks a layer that is better left in 16 bits:
+# A star marks a layer that you should leave in 16 bits:
 # <!-- tests/formats/test_rehearsal.py -->
 #
 # - `blocks.1.up` and `blocks.1.down`: these two layers lose accuracy in all four formats because of the large feature.
 # - `token.weight`: the head and the embedding share this weight. In this run, the output size of the head (88) is not
 #   a [multiple of 16](08g_speed_and_memory.ipynb#A-size-is-not-a-multiple-of-16-or-8).
 #
-# The *error* rows show the errors of the whole model with all layers rounded except the starred ones. One accurate
+# The *error* rows show the errors of the whole model when only the layers without a star are rounded. One accurate
 # step does not mean that the model learns. To test learning, run `amp-lab rehearse` with `--steps 20`.
 # <!-- tests/cli/test_rehearse_command.py -->
 
@@ -389,8 +389,8 @@ assert off < 2**-8  # the rounding of the result to bf16
 # - `use_fast_accum=True`: the whole sum is in 14 bits.
 # - `use_fast_accum=False`: short parts of the sum are in 14 bits, and the parts are added in fp32.
 #
-# We sum 4096 products, first of values with both signs, then of the magnitudes of these values. Which sums will lose
-# more?
+# We sum 4096 products twice: first for values with both signs, then for the magnitudes of these values. Which sums
+# will lose more accuracy?
 
 # %%
 rows = torch.randn(2, 16, 4096)
@@ -423,7 +423,7 @@ for kind_of_values, (left, right) in (("both signs", rows), ("one sign", rows.ab
 # [CUTLASS](https://github.com/NVIDIA/cutlass/blob/main/media/docs/cpp/blackwell_functionality.md) for MXFP4 and 12.x,
 # and [AMD](https://rocm.docs.amd.com/en/latest/reference/precision-support.html).
 #
-# MI300 uses variants of E4M3 and E5M2 called *fnuz*. In fnuz, the same bits usually mean half as large a number:
+# MI300 uses variants of E4M3 and E5M2 called *fnuz*. In fnuz, the same bits usually represent half the value:
 
 # %%
 bits = torch.tensor([0x38], dtype=torch.uint8)
@@ -453,8 +453,8 @@ exercises = checks_of("15_below_16_bits")
 # %% [markdown]
 # ### 1. Count the bits
 #
-# A layer has 4096 x 4096 weights. How many MiB do they take in NVFP4, with the scales of the blocks? Leave out the one
-# scale of the tensor.
+# A layer has 4096 x 4096 weights. How many MiB do they take in NVFP4, with the scales of the blocks? Ignore the scale
+# of the whole tensor.
 
 # %%
 mebibytes = ...
@@ -506,8 +506,8 @@ exercises.check_scale_of(factor_of)
 #
 # ### 3. Scale a block by a power of two
 #
-# Complete `block_scales` for MXFP4. For each row of 32 values it returns the smallest power of two such
-# that no magnitude exceeds 6 after a division by this power. No row is all zeros.
+# Complete `block_scales` for MXFP4. For each row of 32 values it returns the smallest power of two for which all
+# magnitudes, divided by this power, are at most 6. No row is all zeros.
 
 
 # %%

@@ -10,7 +10,7 @@
 # # Keep weights and optimizer state below 32 bits
 #
 # **What you'll do.** Count the bytes of a parameter. Train with weights in bf16 and see that small updates are lost.
-# Keep these updates in three ways. Round Adam's state to eight and four bits.
+# Try three ways to keep these updates. Round Adam's state to eight and four bits.
 #
 # **What you'll learn.**
 # - how many bytes a parameter takes in each setup;
@@ -358,8 +358,8 @@ for name in ("INT8, no zero", "4 bits, no zero"):
     assert max(at_the_end(learned[name])) < max(at_the_end(learned["fp32"])) + 0.05
 
 # %% [markdown]
-# Here, with INT8 the loss becomes NaN. With the other formats the loss ends near that of fp32, even with four
-# bits. Why does INT8 fail? We square a gradient, and count how many squares become 0 in each 8-bit format:
+# Here, with INT8 the loss becomes NaN. With the other formats, even with four bits, the final loss is near the fp32
+# loss. Why does INT8 fail? We square a gradient, and count how many squares become 0 in each 8-bit format:
 
 # %% tags=["nbval-ignore-output"]
 torch.manual_seed(0)
@@ -411,8 +411,8 @@ exercises = checks_of("16_low_precision_state")
 # %% [markdown]
 # ### 1. Move a weight
 #
-# We add an update to a bf16 weight of 0.75, and round the sum to nearest. How large must the update be, so that the
-# weight changes? Give the bound.
+# We add an update to a bf16 weight of 0.75, and round the sum to nearest. How large must the update be to change the
+# weight? Give the bound.
 
 # %%
 bound = ...
@@ -435,8 +435,8 @@ exercises.check_smallest_update(bound)
 #
 # ### 2. Round stochastically
 #
-# Complete the function. It rounds each value at random to one of the two whole numbers next to it. The
-# probability of the upper number is the distance from the lower one: 2.3 becomes 3 in three of ten cases.
+# Complete the function. It rounds each value at random to one of the two whole numbers next to it. The probability of
+# rounding up is the distance from the lower number: 2.3 becomes 3 in three of ten cases.
 
 
 # %%
@@ -489,7 +489,7 @@ exercises.check_bytes(bytes_each)
 # ### 4. Store squares without a zero
 #
 # Complete the function. The step of a row is a 256th of the largest value in the row. Round each positive square to
-# the nearest multiple of the step of its row. If this gives zero, use one step.
+# the nearest multiple of the step of its row. If the result is zero, use one step.
 
 
 # %%

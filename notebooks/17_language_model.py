@@ -99,7 +99,7 @@ assert dtypes["blocks.0.qkv"] == dtypes["blocks.0.rotate"] == dtypes[""] == torc
 result
 
 # %% [markdown]
-# The column `work in` has the dtype of the matmuls, and `other ops in` the dtype of the other ops ([notebook
+# The column `work in` shows the dtype of the matmuls, and `other ops in` shows the dtype of the other ops ([notebook
 # 09](09_xray_your_model.ipynb) explains the table). All matmuls run in bf16. Three parts run in fp32:
 #
 # - **The residual stream**: the embedding is fp32, and bf16 plus fp32 gives fp32.
@@ -194,8 +194,9 @@ print(f"logits: {values * 2 / 2**30:.1f} GiB, all four tensors: {total:.1f} GiB"
 assert 27 < total < 28
 
 # %% [markdown]
-# To save memory, compute the loss **in chunks** of tokens, and checkpoint each chunk. The backward pass then computes
-# the logits of one chunk at a time again, and frees them: <!-- tests/notebooks/test_17_language_model.py -->
+# To save memory, compute the loss **in chunks** of tokens, and checkpoint each chunk. The backward pass then
+# recomputes the logits one chunk at a time, and frees each chunk after use: <!--
+# tests/notebooks/test_17_language_model.py -->
 
 
 # %%
@@ -368,9 +369,9 @@ assert abs(in_bf16 - in_fp32) < 0.01
 # it. But the model is not worse in bf16 here: the test loss is nearly the same. So compare models by their loss.
 #
 # Within one precision, the same prompt can [also give two
-# texts](https://thinkingmachines.ai/blog/defeating-nondeterminism-in-llm-inference/). With another batch size or text
-# length, the matrices have other shapes, so a matmul may add its products in another order. We compute the logits of
-# ten characters, first alone and then at the beginning of a longer text:
+# texts](https://thinkingmachines.ai/blog/defeating-nondeterminism-in-llm-inference/). With a different batch size or
+# text length, the matrices have different shapes, so a matmul may add its products in a different order. We compute
+# the logits of ten characters, first alone and then at the beginning of a longer text:
 
 # %% tags=["nbval-ignore-output"]
 for name, limit in (("fp32", 1e-3), ("bf16", 0.5)):
@@ -438,7 +439,7 @@ exercises.check_logits(gibibytes)
 #
 # ### 2. Bring them to one dtype
 #
-# Complete `attend`. It is called outside autocast: a rotation returned q and k in fp32, and v is in 16 bits. Compute
+# Complete `attend`. It is called outside autocast, with q and k in fp32 (from a rotation) and v in 16 bits. Compute
 # the attention in the dtype of v, and return it in this dtype.
 
 
@@ -514,7 +515,7 @@ exercises.check_merge(merge)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# Compute the sum in fp32: cast the weight up first, and the sum down last.
+# Compute the sum in fp32: cast the weight to fp32 first, and the sum to bf16 last.
 #
 # </details>
 #

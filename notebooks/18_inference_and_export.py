@@ -75,8 +75,8 @@ assert changed < 0.02 * len(tests)
 # - **Autocast** keeps the weights in fp32, and uses copies in 16 bits for matmuls and convolutions. It runs
 #   [some sensitive ops](02_autocast_dtypes.ipynb) in fp32. Use autocast to evaluate during training, or if you do not
 #   know which parts need fp32.
-# - **Cast once**: cast the weights to 16 bits before the first call. This halves the memory of the weights. Do this
-#   for a model that only runs inference.
+# - **Cast once**: cast the weights to 16 bits before the first call. This halves the memory of the weights. Do this if
+#   you use the model only for inference.
 # - **Compile** the model in either case, to fuse small ops.
 #
 # We write a function for each of the first two ways. A third function compares outputs with those in fp32:
@@ -121,7 +121,7 @@ assert quality(outputs["fp16 cast once"])[0] < quality(outputs["bf16 cast once"]
 # the values of a model that was trained in bf16 [may not
 # fit](19_choose_your_precision.ipynb#Trained-in-bf16,-on-a-GPU-without-it).
 #
-# How fast are the ways? We time a call in fp32 and bf16, with one image and with 256 images:
+# How fast is each way? We time a call in fp32 and bf16, with one image and with 256 images:
 
 # %% tags=["nbval-ignore-output"]
 for batch in (1, 256):
@@ -226,8 +226,8 @@ assert list(compilations.values()) == [1, 2, 2, 3, 4, 5]
 
 # %% [markdown]
 # The second compilation treats the batch size as variable, so the compiled code also works for a batch of 6. The batch
-# of 1 causes another compilation, and so do the calls under autocast and with gradients. To avoid compilations while
-# you serve requests:
+# of 1, the calls under autocast and the calls with gradients also cause compilations. To avoid compilations while you
+# serve requests:
 #
 # - Always use the same gradient mode and autocast state.
 # - Before the first request, make one call with each batch size that you will serve. Pad smaller batches to one of
@@ -316,8 +316,8 @@ assert far["int8-rowwise"] < 2 * quality(outputs["bf16 cast once"])[0] < far["fp
 assert far["fp8-rowwise"] < far["nvfp4"]
 
 # %% [markdown]
-# Here, with INT8 weights, the outputs are about as far off as those of *bf16 cast once* above. FP8 (here E4M3) has
-# three bits of mantissa and is less accurate. NVFP4 has one bit of mantissa and is the least accurate.
+# Here, with INT8 weights, the outputs have about the same error as those of *bf16 cast once* above. FP8 (here E4M3)
+# has three bits of mantissa and is less accurate. NVFP4 has one bit of mantissa and is the least accurate.
 #
 # [torchao](https://github.com/pytorch/ao/tree/main/torchao/quantization) stores the weights of a model's
 # linear layers in fewer bits: <!-- tests/notebooks/test_18_inference_and_export.py -->
@@ -335,9 +335,9 @@ assert far["fp8-rowwise"] < far["nvfp4"]
 # - For inference, cast the weights once. Cast fp32 inputs too, and cast the outputs to fp32 before you compute with
 #   them.
 # - `torch.compile` can compile again if the batch size, the autocast state or the gradient mode changes.
-# - Autocast around `torch.export.export` is lost: cast first, then export.
+# - `torch.export.export` does not record autocast around the call, so cast first, then export.
 #
-# If something is wrong with the outputs, look it up in [notebook 08](08_when_amp_breaks.ipynb).
+# If the outputs are wrong, look up the symptom in [notebook 08](08_when_amp_breaks.ipynb).
 #
 # ## Exercises
 #

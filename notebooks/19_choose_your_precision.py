@@ -246,17 +246,18 @@ assert not in_fp16.isfinite().all()
 #   fp32 before the first of these layers, and back to fp16 after the last.
 # - **Make the values between two linear layers smaller** (exercise 4). Divide the weight and bias of the first layer
 #   by a power of two, and multiply the weight of the second layer by the same power. The second weight must still fit
-#   in fp16. A ReLU may stand between the layers, but not a GELU. <!-- tests/notebooks/test_19_choose_your_precision.py -->
+#   in fp16. This works with a ReLU between the layers, but not with a GELU. <!--
+#   tests/notebooks/test_19_choose_your_precision.py -->
 #
 # ## What other frameworks call it
 #
-# The settings of other frameworks in the table below are of three kinds:
+# In the table below, other frameworks have three kinds of settings:
 #
 # - **Mixed**, such as `bf16-mixed`, usually means autocast. The weights then stay in the dtype in which they were
 #   created or loaded, usually fp32.
 # - **True**, such as `bf16-true`, means that the weights are cast, here to bf16.
-# - **A dtype without *mixed* or *true*** can mean one or the other: `bf16=True` in transformers usually means mixed,
-#   but `bfloat16` in Keras means true.
+# - **A dtype without *mixed* or *true*** can mean either: `bf16=True` in transformers usually means mixed, but
+#   `bfloat16` in Keras means true.
 #
 # To see what a setting does, we look at the dtypes in a training step, first without a framework:
 
@@ -340,7 +341,7 @@ assert set(rows["model.to(bfloat16)"]) == {"bfloat16"}
 #
 # ## Summary
 #
-# - Start with bf16 where bf16 is fast, with fp16 where only fp16 is fast, and with fp32 on other hardware.
+# - Start with bf16 where bf16 is fast. Where only fp16 is fast, start with fp16. On other hardware, start with fp32.
 #   Then measure your model.
 # - By default, fp32 matmuls run in fp32, but on an NVIDIA GPU with TF32, fp32 convolutions can run in TF32.
 # - Before you cast a bf16 model to fp16, look at its largest values.
