@@ -135,7 +135,7 @@ for dtype in HALF:
 
 # %% [markdown]
 # **Why.** A tensor that was computed in half precision in an autocast block keeps this dtype after the block,
-# where autocast no longer casts inputs. The op that fails has a half-precision input and an fp32 input.
+# where autocast no longer casts inputs. The op that fails gets a half-precision tensor and an fp32 tensor.
 #
 # In these cases, the cause is different:
 # - A layer raises `mat1 and mat2 must have the same dtype, but got Float and Half`: [the model is in half precision
