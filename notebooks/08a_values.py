@@ -572,7 +572,8 @@ assert masked_step(torch.amp.GradScaler("cpu", init_scale=1.0)).tolist() == [0.0
 
 # %% [markdown]
 # **Not this.** Do not remove the scaler from an fp16 run to silence this message: without a scaler, small gradients
-# can become zero. Switch anomaly detection off instead.
+# [can become zero](08b_learning.ipynb#A-layer-does-not-learn-because-its-gradients-underflow). Switch anomaly
+# detection off instead.
 
 # %% [markdown]
 # ## Further reading

@@ -505,6 +505,13 @@ def test_a_penalty_of_scaled_gradients_is_too_large_by_the_square_of_the_scale()
     assert (gradient / scaler.get_scale()).square() == 4
 
 
+def test_a_penalty_can_overflow_in_fp16_without_a_scale():
+    """AMP0116."""
+    gradient = torch.full((4,), 300.0)
+    assert torch.isinf((gradient.half().norm() - 1).square())
+    assert (gradient.norm() - 1).square() == 599**2
+
+
 @pytest.mark.parametrize("loss", [1.0, None])
 def test_a_loss_that_is_no_tensor_is_refused(loss):
     """AMP0134."""
