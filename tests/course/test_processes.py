@@ -186,7 +186,7 @@ def test_without_tensorflow_the_torch_backend_runs_alone_and_that_is_said(monkey
     monkeypatch.setattr(importlib.util, "find_spec", {"tensorflow": None}.get)
     assert list(run_on_backends(environment, names=[])) == ["torch"]
     (line,) = capsys.readouterr().out.splitlines()
-    assert re.match("TensorFlow .*not installed .*torch", line)
+    assert re.match("TensorFlow .*not installed.*torch backend", line)
 
 
 def fails(how):
@@ -282,7 +282,7 @@ def with_a_closure():
         (lambda: 1, {}, "defined with def"),
         (torch.relu, {"input": 1}, "defined with def"),
         (without_source(), {}, "ghost has no source"),
-        (with_a_closure(), {}, "inner .*local .*around it"),
+        (with_a_closure(), {}, "inner .*local .*enclosing function"),
         (takes_one, {"x": os.getpid}, "argument is not plain"),
         (takes_one, {"x": lambda: 1}, "argument is not plain"),
     ],
