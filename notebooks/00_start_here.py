@@ -35,7 +35,7 @@ device, scale = start()  # AMP_LAB_DEVICE and AMP_LAB_SCALE override the choice
 figures.use_style()
 
 # %% [markdown]
-# In the printed line, *quick scale* means that the problems are small enough for a CPU.
+# In the printed line, *quick scale* means that the notebooks use examples that are small enough for a CPU.
 # <!-- tests/core/test_device.py --> <!-- tests/notebooks/test_notebooks.py -->
 #
 # ## The idea in five lines
@@ -141,9 +141,9 @@ def train_amp(model, optimizer, batches, dtype, scaler):
 #   `update` adjusts the loss scale for the next step.
 #
 # Autocast uses [two 16-bit formats](01_number_formats.ipynb#Range). **bf16** has about the range of fp32 and
-# usually needs no scaler. **fp16** is more precise, but its largest number is 65504. Use bf16 on hardware where bf16
-# is fast, and fp16 on [a T4, V100 or RTX 20](../docs/hardware.md#t4-v100-and-rtx-20). `recommend_precision` times a
-# matrix multiplication and recommends a precision for this device. We enable the scaler only for fp16:
+# usually needs no scaler. **fp16** is more precise, but its largest number is 65504. Use bf16 where it is fast. On [a
+# T4, V100 or RTX 20](../docs/hardware.md#t4-v100-and-rtx-20), use fp16. `recommend_precision` times a matrix
+# multiplication and recommends a precision for this device. We enable the scaler only for fp16:
 # <!-- tests/core/test_device.py -->
 
 # %% tags=["nbval-ignore-output"]

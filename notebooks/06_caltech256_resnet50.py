@@ -358,7 +358,7 @@ exercises = checks_of("06_caltech256_resnet50")
 # %% [markdown]
 # ### 1. The size of a tensor
 #
-# A convolution returns 128 maps of 56x56 for each of 256 images, in bf16. How many MiB is that?
+# For a batch of 256 images, a convolution returns 128 feature maps of 56x56 per image, in bf16. How many MiB is that?
 
 # %%
 map_mib = ...

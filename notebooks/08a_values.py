@@ -508,7 +508,7 @@ assert all(parameter.isfinite().all() for parameter in model.parameters())
 assert not all(buffer.isfinite().all() for buffer in model.buffers())
 
 # %% [markdown]
-# **Why.** A batch that overflows can make the running mean or variance of batch normalisation inf or NaN. A skipped
+# **Why.** If a batch overflows, the running mean or variance of a batch norm can become inf or NaN. A skipped
 # optimizer step does not protect these buffers. Training mode does not use these buffers to normalise, but evaluation
 # does.
 #

@@ -257,7 +257,7 @@ with torch.autocast("cpu", dtype=torch.bfloat16):
 # -->
 #
 # **What you see.** A run was fine when you saved its checkpoint. After you load the checkpoint, the loss is higher or
-# NaN. In other cases, the scaler skips the first steps, or the run diverges from an uninterrupted run.
+# NaN. Or the scaler skips the first steps. Or the losses differ from those of an uninterrupted run.
 #
 # **A small example.** We take steps of Adam with gradients of 1 and -1. Then we take one step with a gradient of 0.01:
 # first with a new Adam, then with the saved state.
@@ -365,10 +365,10 @@ assert "expected dtype float for `end` but got dtype c10::BFloat16" in message
 # [strides](https://github.com/pytorch/pytorch/issues/106951) differ from the strides of its weight.
 #
 # **The fix.** Cast the model first. Then create the optimizer and the averaged weights. Load their states last. If you
-# use autocast, do not cast the model at all. For an fp32 average of bf16 weights, cast in the update:
-# `average.lerp_(weight.float(), 0.1)`. If DeepSpeed's Muon has an fp32 momentum after resuming, cast this momentum to
-# the [dtype of the gradients](https://github.com/deepspeedai/DeepSpeed/issues/7746). If all dtypes agree, remove
-# `fused=True`.
+# use autocast, [do not cast the model](https://docs.pytorch.org/docs/stable/amp.html) at all. For an fp32 average of
+# bf16 weights, cast in the update: `average.lerp_(weight.float(), 0.1)`. If DeepSpeed's Muon has an fp32 momentum
+# after resuming, cast this momentum to the [dtype of the
+# gradients](https://github.com/deepspeedai/DeepSpeed/issues/7746). If all dtypes agree, remove `fused=True`.
 # <!-- tests/notebooks/test_08d_loop_and_resume.py -->
 
 # %%
@@ -488,8 +488,9 @@ print(message[message.index(refused) :].partition(" Please")[0])
 # few types, such as tensors, numbers, strings and dicts.
 #
 # **The fix.** Save `scaler.state_dict()`, and load it with `scaler.load_state_dict`. Load your old file once with
-# `weights_only=False`, and save it again with `scaler.state_dict()`. For a DeepSpeed checkpoint, update DeepSpeed, or
-# set `TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1` in the environment. <!-- tests/notebooks/test_08d_loop_and_resume.py -->
+# `weights_only=False`, and save it again with `scaler.state_dict()`. If DeepSpeed saved the file, [update
+# DeepSpeed](https://github.com/axolotl-ai-cloud/axolotl/issues/2610). In older versions of DeepSpeed, you can set
+# `TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1` in the environment instead. <!-- tests/notebooks/test_08d_loop_and_resume.py -->
 
 # %%
 state = saved_and_loaded({"scaler": scaler.state_dict(), "dtype": torch.float16})

@@ -567,8 +567,9 @@ print(message_of(lambda: xray(FlashOnly(), tokens, dtype=torch.float32)).split("
 # <!-- tests/tracing/test_kernel_limits.py -->
 #
 # **The fix.** If q, k and v are in fp32, run the call under autocast, or cast them to a 16-bit dtype. On NVIDIA GPUs
-# before Ampere, use fp16. If you need fp32 or have an older GPU, also allow `SDPBackend.EFFICIENT_ATTENTION`. If the
-# call still fails, allow `SDPBackend.MATH`. <!-- tests/tracing/test_kernel_limits.py -->
+# before Ampere, use fp16. If you need fp32, or if your GPU is older than Ampere, also allow
+# `SDPBackend.EFFICIENT_ATTENTION`. If the call still fails, allow `SDPBackend.MATH`. <!--
+# tests/tracing/test_kernel_limits.py -->
 #
 # With `dtype=torch.bfloat16`, X-ray checks the model under autocast. Now the model runs without an error:
 

@@ -419,9 +419,9 @@ print(message_of(lambda: torch._scaled_grouped_mm(fp8(32, 100), fp8(64, 100).T, 
 # [recommends](https://docs.nvidia.com/deeplearning/performance/dl-performance-matrix-multiplication/index.html#requirements-tc)
 # multiples of 8, and on an A100 multiples of 64.
 #
-# **The fix.** Pad the vocabulary to a multiple of 64. Pad the tokens in the collate function, and drop an incomplete
-# last batch with `drop_last=True`. Or keep the layer in bf16. If
-# [vLLM](https://github.com/vllm-project/vllm/issues/42384) or
+# **The fix.** Pad the vocabulary to a multiple of 64. To train in FP8, also pad the tokens in the collate function, to
+# a multiple of 16, and drop an incomplete last batch with `drop_last=True`. Or keep the layer in bf16. <!--
+# tests/notebooks/test_08g_speed_and_memory.py --> If [vLLM](https://github.com/vllm-project/vllm/issues/42384) or
 # [SGLang](https://github.com/sgl-project/sglang/issues/3345) refuses the sizes of an FP8 checkpoint, try a smaller
 # tensor-parallel size.
 #

@@ -95,8 +95,8 @@ class Tracer(TorchDispatchMode):
 
 
 # %% [markdown]
-# **Pretend to have the device.** Autocast's decisions do not depend on values. They depend on the op with its dtypes
-# and options, and on autocast's device type and dtype. A [*fake
+# **Pretend to have the device.** Autocast's decisions do not depend on values. They depend on the op, its options and
+# its input dtypes. They also depend on the device type and dtype of autocast. A [*fake
 # tensor*](https://docs.pytorch.org/docs/stable/user_guide/torch_compiler/torch.compiler_fake_tensor.html) has a dtype
 # and a device, but no data. So you do not need the device. Without CUDA, `torch.autocast("cuda")` [disables
 # autocast](https://github.com/pytorch/pytorch/blob/main/torch/amp/autocast_mode.py), so `rules_of` sets autocast's
@@ -427,8 +427,9 @@ exercises.check_number_of_casts(number_of_casts)
 # number_of_casts = 6
 # ```
 #
-# The first linear layer needs 3 casts (input, weight and bias), and the second needs 2 (weight and bias). The norm
-# needs 1 (input).
+# - The first linear layer needs 3 casts: its input, weight and bias.
+# - The second linear layer needs 2: its weight and bias.
+# - The norm needs 1: its input.
 #
 # </details>
 #

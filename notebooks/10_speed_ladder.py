@@ -276,8 +276,8 @@ for remark in climbed.remarks():
 assert list(climbed.samples_s) == list(rungs)  # every rung was timed
 
 # %% [markdown]
-# Each line shows the time of a step and the limit as a percentage of this time (`of peak`). The last column is the
-# speed-up over the plain step, with its interval.
+# Each line shows the time of a step and the limit as a percentage of this time (`of peak`). The last column shows the
+# speed-up over the plain step and the interval of this speed-up.
 
 # %% tags=["nbval-ignore-output"]
 _ = figures.speed_ladder({f"ConvModel, {config['size']}x{config['size']} pixels": bars})

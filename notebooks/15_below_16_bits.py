@@ -138,8 +138,8 @@ _ = figures.sqnr_by_format(errors)
 # | `fp8-rowwise` | each row, so here the whole tensor too |
 # | `fp8-1x128`, `mxfp8`, `mxfp4` | one block in each row |
 #
-# In `nvfp4`, the outlier sets the second scale, which all blocks share. This scale is so large that nearly all values of
-# the other blocks become zero.
+# In `nvfp4`, the outlier sets the fp32 scale of the whole tensor. This scale is so large that nearly all values of the
+# other blocks become zero.
 #
 # We check this, and print the bits per value, including the scales of the blocks:
 

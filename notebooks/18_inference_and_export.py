@@ -75,8 +75,8 @@ assert changed < 0.02 * len(tests)
 # - **Autocast** keeps the weights in fp32, and uses copies in 16 bits for matmuls and convolutions. It runs
 #   [some sensitive ops](02_autocast_dtypes.ipynb) in fp32. Use autocast to evaluate during training, or if you do not
 #   know which parts need fp32.
-# - **Cast once**: cast the weights to 16 bits before the first call. This halves the memory of the weights. Do this if
-#   you use the model only for inference.
+# - **Cast once**: cast the weights to 16 bits before the first call. This halves the memory of the weights. Use this
+#   if the model only runs inference.
 # - **Compile** the model in either case, to fuse small ops.
 #
 # We write a function for each of the first two ways. A third function compares outputs with those in fp32:

@@ -40,6 +40,7 @@ def test_the_relative_spacing_is_eps_at_normal_powers_of_two_and_1_at_the_smalle
     assert of_normal == {LIMITS[name].eps}
     assert spacing[0] == 1  # the smallest number and the next: it, and twice it
     of_subnormal = [s for e, s in zip(exponents, spacing, strict=True) if e < normal]
+    assert len(of_subnormal) > 1
     assert of_subnormal == sorted(set(of_subnormal), reverse=True)  # smaller number, larger spacing
 
 

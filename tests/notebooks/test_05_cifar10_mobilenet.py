@@ -149,7 +149,7 @@ for dtype in (torch.float32, torch.bfloat16):
     not torch.__version__.startswith("2.15") or not torch.cpu._is_avx512_bf16_supported(),
     reason="the notebook speaks of torch 2.15 on a CPU with AVX-512 BF16",
 )
-@pytest.mark.parametrize("limit", ["default", "avx512_core_bf16"])  # with AMX, if it is there
+@pytest.mark.parametrize("limit", ["avx512_core_bf16", "avx512_core_amx"])  # AMX if it is there
 def test_in_bf16_a_general_kernel_computes_the_input_gradients_of_stride_2(limit):
     done = subprocess.run(
         [sys.executable, "-c", DEPTHWISE_WITH_STRIDE_2],

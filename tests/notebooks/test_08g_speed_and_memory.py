@@ -17,6 +17,7 @@ from torch.utils.checkpoint import (
 )
 
 import write_failures
+from amp_lab import forecast_memory
 from amp_lab.failures import read_explanation
 from amp_lab.failures.patterns import flat, pattern
 from amp_lab.failures.reference import reference_from
@@ -176,6 +177,15 @@ def test_adam_takes_16_bytes_a_parameter_and_half_of_them_from_the_first_step_on
     assert sum(t.nbytes for t in moments) == 12 * numbers
 
 
+def test_with_a_small_batch_bf16_changes_the_total_memory_by_less_than_a_percent():
+    model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(12)))
+    totals = [
+        forecast_memory(model, torch.empty(4, 1024), precision=precision, optimizer="adam").peak
+        for precision in ("fp32", "bf16")
+    ]
+    assert totals[1] == pytest.approx(totals[0], rel=1e-2)
+
+
 def test_foreach_is_the_default_on_cuda_and_xpu():
     """AMP0172."""
     devices = torch.utils._foreach_utils._get_foreach_kernels_supported_devices()
@@ -238,6 +248,18 @@ def test_an_fp8_matmul_refuses_scales_and_layouts_in_the_words_that_are_quoted(
     with pytest.raises(RuntimeError) as error:
         torch._scaled_mm(left, right, scale_a, scale_b, out_dtype=torch.bfloat16)
     assert is_quoted("AMP0175", str(error.value)), str(error.value)
+
+
+def test_the_fp8_gradient_of_a_weight_needs_tokens_in_a_multiple_of_16():
+    """AMP0044: the tokens are the inner size of this matmul."""
+
+    def weight_gradient(tokens: int) -> torch.Tensor:
+        of_output, inputs = fp8(64, tokens), fp8(48, tokens)
+        return torch._scaled_mm(of_output, inputs.t(), scale(), scale(), out_dtype=torch.bfloat16)
+
+    with pytest.raises(RuntimeError, match="divisible by 16"):
+        weight_gradient(31)
+    assert weight_gradient(32).shape == (64, 48)
 
 
 def test_an_fp8_matmul_takes_one_scale_for_each_row():

@@ -114,7 +114,7 @@ def test_a_cast_llama_loses_its_rates_and_a_loaded_one_keeps_them(llama, tmp_pat
 
 
 @pytest.mark.parametrize("kept", [True, False])
-def test_at_the_peak_of_the_loss_four_tensors_of_its_size_are_alive(kept):
+def test_the_tensors_of_the_size_of_the_logits_at_the_peak_of_the_loss(kept):
     """Those that the page names: the output in bf16 if it is kept, and three in fp32."""
     watch = definitions(SOURCE.parent / "06_caltech256_resnet50.py", device=CPU)["LiveTensors"]
     tokens, words = 64, 5000

@@ -5,7 +5,7 @@ WRONG_ANSWERS = {
         ('dtypes = ["bf16", "fp32", "fp32", "fp32", "fp32"]', "`relu` is not on the list"),
         (
             'dtypes = ["bf16", "bf16", "fp32", "fp32", "fp32"]',
-            "after the block, autocast no longer casts, and `e` already",
+            "after the block, autocast no longer casts, and `e` already exists",
         ),
         ('dtypes = ["bf16", "bf16"]', "a list of five strings"),
     ],
@@ -16,7 +16,7 @@ def square_in_fp32(matrix):
     with torch.autocast("cpu", enabled=False):
         return matrix @ matrix
 """,
-            "`enabled=False` turns casting off, but does not change",
+            "`enabled=False` turns casting off, but does not change the dtype of the inputs",
         ),
         (
             "def square_in_fp32(matrix):\n    return matrix.float() @ matrix.float()",

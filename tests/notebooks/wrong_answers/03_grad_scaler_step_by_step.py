@@ -39,7 +39,7 @@ def clipped_step(loss, model, optimizer, scaler):
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     scaler.step(optimizer)
 """,
-            "The weights are right, but the scaler did not count a good",
+            "The weights are right, but the scaler did not count a good step",
         ),
         (
             """
@@ -48,7 +48,7 @@ def clipped_step(loss, model, optimizer, scaler):
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
 """,
-            "The weights are right, but the scaler did not count a good",
+            "The weights are right, but the scaler did not count a good step",
         ),
     ],
     "check_resumed": [

@@ -42,7 +42,7 @@ def precise_loss(logits, target):
 def precise_loss(logits, target):
     return F.nll_loss(logits.float(), target)
 """,
-            "For fp32 logits, your function does not return their",
+            "For fp32 logits, your function does not return their cross-entropy",
         ),
     ],
     "check_gigabytes": [
