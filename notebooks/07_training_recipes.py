@@ -410,32 +410,32 @@ from course.exercises import checks_of
 exercises = checks_of("07_training_recipes")
 
 # %% [markdown]
-# ### 1. How long is the clipped gradient?
+# ### 1. What is the norm of the clipped gradient?
 #
 # A loop clips to a norm of 0.5, but its author forgot `unscale_`. The loss scale is 1024. The true
-# gradient has a length of 6 in one batch, and of 0.0003 in another. How long are the two gradients that the optimizer
-# uses?
+# gradient has a norm of 6 in one batch, and of 0.0003 in another. Which norms do these gradients have when the
+# optimizer uses them?
 
 # %%
-lengths = ...  # a pair of numbers
-exercises.check_lengths(lengths)
+norms = ...  # a pair of numbers
+exercises.check_norms(norms)
 
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# How long is each scaled gradient just before clipping? Which scaled gradient is longer than 0.5? After clipping,
-# `step` divides both by the scale.
+# What is the norm of each scaled gradient just before clipping? Which norm is above 0.5? After clipping, `step` divides
+# both gradients by the scale.
 #
 # </details>
 #
 # <details><summary>Solution</summary>
 #
 # ```python
-# lengths = (0.5 / 1024, 0.0003)
+# norms = (0.5 / 1024, 0.0003)
 # ```
 #
-# The first scaled gradient has a length of 6144. Clipping shortens it to 0.5, and `step` divides it by the
-# scale. The second has a length of 0.3072, so clipping does not change it.
+# The first scaled gradient has a norm of 6144. Clipping reduces the norm to 0.5, and then `step` divides the gradient
+# by the scale. The second scaled gradient has a norm of 0.3072, so clipping does not change it.
 #
 # </details>
 #

@@ -26,30 +26,28 @@ def _clipped_without_unscale(length: float) -> float:
 
 
 @exercise
-def check_lengths(lengths: tuple[float, float]) -> str:
-    """What clipping leaves of gradients of length 6 and 0.0003 if `unscale_` was forgotten."""
+def check_norms(norms: tuple[float, float]) -> str:
+    """What clipping leaves of gradients with norms of 6 and 0.0003 if `unscale_` was forgotten."""
+    is_pair = isinstance(norms, tuple | list) and len(norms) == 2
+    need(is_pair, f"The answer is two numbers, such as (6.0, 0.0003), but you gave {norms!r}.")
+    first, second = norms
+    is_only_clipped = math.isclose(first, 0.5, rel_tol=1e-2)
     need(
-        isinstance(lengths, tuple | list) and len(lengths) == 2,
-        f"The answer is two numbers, such as (6.0, 0.0003), but you gave {lengths!r}.",
-    )
-    long, short = lengths
-    need(
-        not math.isclose(long, 0.5, rel_tol=1e-2),
-        "0.5 is the length of the first gradient after clipping. What does `step` do after that?",
-    )
-    need(
-        math.isclose(long, _clipped_without_unscale(6.0), rel_tol=1e-2),
-        f"The final length of the first gradient is not {long:g}. Before clipping, its length "
-        "is 6 times 1024. Write down its length after clipping, and then after `step` has "
-        "divided it by the scale.",
+        not is_only_clipped,
+        "0.5 is the norm of the first gradient after clipping. What does `step` do after that?",
     )
     need(
-        math.isclose(short, _clipped_without_unscale(0.0003), rel_tol=1e-2),
-        "The first number is right, but the final length of the second gradient is not "
-        f"{short:g}. Compare 0.0003 times 1024 with the limit of 0.5. Does clipping change "
-        "this gradient?",
+        math.isclose(first, _clipped_without_unscale(6.0), rel_tol=1e-2),
+        f"The final norm of the first gradient is not {first:g}. Before clipping, its norm is 6 "
+        "times 1024. Write down its norm after clipping, and then after `step` has divided it by "
+        "the scale.",
     )
-    return "Clipping makes the long gradient far too short. It does not change the short one."
+    need(
+        math.isclose(second, _clipped_without_unscale(0.0003), rel_tol=1e-2),
+        f"The first number is right, but the final norm of the second gradient is not {second:g}. "
+        "Compare 0.0003 times 1024 with the limit of 0.5. Does clipping change this gradient?",
+    )
+    return "Clipping makes the first gradient far too small. It does not change the second one."
 
 
 def _after_group(step: Callable[..., Any], scale: float) -> torch.Tensor:

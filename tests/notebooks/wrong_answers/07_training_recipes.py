@@ -8,14 +8,14 @@ def group_step(losses, model, optimizer, scaler):
 _END = "def end_of_step(optimizer, scaler, scheduler):\n    scaler.step(optimizer)\n"
 
 WRONG_ANSWERS = {
-    "check_lengths": [
-        ("lengths = (0.5, 0.0003)", "What does `step` do after that"),
-        ("lengths = (6 / 1024, 0.0003)", "6 times 1024"),
+    "check_norms": [
+        ("norms = (0.5, 0.0003)", "What does `step` do after that"),
+        ("norms = (6 / 1024, 0.0003)", "6 times 1024"),
         (
-            "lengths = (0.5 / 1024, 0.5 / 1024)",
-            "The first number is right, but the final length of the second",
+            "norms = (0.5 / 1024, 0.5 / 1024)",
+            "The first number is right, but the final norm of the second",
         ),
-        ("lengths = 0.5", "The answer is two numbers, such as (6.0, 0.0003), but you gave"),
+        ("norms = 0.5", "The answer is two numbers, such as (6.0, 0.0003), but you gave"),
     ],
     "check_group_step": [
         (
