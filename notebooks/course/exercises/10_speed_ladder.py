@@ -21,17 +21,19 @@ def check_layer_flops(flops: float) -> str:
         forward = counter.get_total_flops()
         output.sum().backward()
     right = counter.get_total_flops()
+    without_additions = right / 2
+    with_one_backward_matmul = 2 * forward
     need(
         flops != forward,
         f"{flops:,} is the number for the forward pass. What does the backward pass add?",
     )
     need(
-        flops != right / 2,
+        flops != without_additions,
         f"{flops:,} counts one operation for each weight and pixel. A multiplication and an "
         "addition are two operations.",
     )
     need(
-        flops != 2 * forward,
+        flops != with_one_backward_matmul,
         f"{flops:,} counts only one matmul in the backward pass. It computes the gradient of "
         "the weights and the gradient of the input.",
     )
@@ -45,28 +47,38 @@ def check_layer_flops(flops: float) -> str:
 @exercise
 def check_least_ms(least_ms: Callable[..., Any]) -> str:
     """The least time of a step that computes and moves data at the same time, in ms."""
-    for flops, nbytes, compute, move in ((4e9, 3e8, 40.0, 10.0), (1e9, 3e9, 10.0, 100.0)):
-        found = float(call(least_ms, flops, nbytes, 1e11, 3e10))
+    flops_per_s = 1e11
+    bytes_per_s = 3e10
+    for flops, nbytes in ((4e9, 3e8), (1e9, 3e9)):
+        result = call(least_ms, flops, nbytes, flops_per_s, bytes_per_s)
+        found = float(result)
         given = (
             f"With {flops:.0e} FLOPs at 1e11 per second, and {nbytes:.0e} bytes at 3e10 per second,"
         )
+        compute = 1e3 * flops / flops_per_s
+        move = 1e3 * nbytes / bytes_per_s
         right = max(compute, move)
+        is_in_seconds = math.isclose(found, right / 1e3)
         need(
-            not math.isclose(found, right / 1e3),
+            not is_in_seconds,
             f"{given} you returned {found:g}. This is in seconds, but the question asks for "
             "milliseconds.",
         )
+        is_sum = math.isclose(found, compute + move)
         need(
-            not math.isclose(found, compute + move),
+            not is_sum,
             f"{given} you returned {found:g}, the sum of both times. The device can compute "
             "and move data at the same time, so a step can take less than the sum.",
         )
+        shorter_time = min(compute, move)
+        is_shorter_time = math.isclose(found, shorter_time)
         need(
-            not math.isclose(found, min(compute, move)),
+            not is_shorter_time,
             f"{given} you returned {found:g}, but the other of the two takes longer.",
         )
+        is_right = math.isclose(found, right)
         need(
-            math.isclose(found, right),
+            is_right,
             f"{given} computing takes {compute:g} ms, and moving data takes {move:g} ms, but "
             f"you returned {found:g}.",
         )
@@ -77,25 +89,32 @@ def check_least_ms(least_ms: Callable[..., Any]) -> str:
 def check_to_channels_last(convert: Callable[..., Any]) -> str:
     """A model and its images with the channels of a pixel side by side in memory."""
     torch.manual_seed(0)
-    model, images = nn.Conv2d(3, 5, 3), torch.randn(2, 3, 8, 6)
+    model = nn.Conv2d(3, 5, 3)
+    images = torch.randn(2, 3, 8, 6)
     output = model(images).detach()
     new_model, new_images = call(convert, model, images)
+    shape = images.shape
+    new_shape = new_images.shape
     need(
-        new_images.shape == images.shape,
-        f"The shape of the images is now {tuple(new_images.shape)} instead of "
-        f"{tuple(images.shape)}. Only the order in memory should change.",
+        new_shape == shape,
+        f"The shape of the images is now {tuple(new_shape)} instead of "
+        f"{tuple(shape)}. Only the order in memory should change.",
     )
+    is_channels_last = new_images.is_contiguous(memory_format=torch.channels_last)
     need(
-        new_images.is_contiguous(memory_format=torch.channels_last),
+        is_channels_last,
         f"The strides of the images are {new_images.stride()}, but the stride between channels"
         " should be 1. `to` returns a new tensor and does not change the old one.",
     )
+    weight = new_model.weight
+    is_weight_channels_last = weight.is_contiguous(memory_format=torch.channels_last)
     need(
-        new_model.weight.is_contiguous(memory_format=torch.channels_last),
-        "The images are right, but the strides of the model's weight are still "
-        f"{new_model.weight.stride()}.",
+        is_weight_channels_last,
+        f"The images are right, but the strides of the model's weight are still {weight.stride()}.",
     )
-    need(torch.allclose(new_model(new_images), output, atol=1e-5), "The output has changed.")
+    new_output = new_model(new_images)
+    is_same = torch.allclose(new_output, output, atol=1e-5)
+    need(is_same, "The output has changed.")
     return (
         "The shape and the output have not changed, and the channels of a pixel are next "
         "to each other in memory."
@@ -105,17 +124,21 @@ def check_to_channels_last(convert: Callable[..., Any]) -> str:
 @exercise
 def check_pays_from(size: int) -> str:
     """The size from which on AMP pays for certain, from the intervals of four speed-ups."""
-    intervals = {16: (1.02, 1.10), 32: (0.96, 1.08), 64: (1.05, 1.20), 128: (1.30, 1.50)}
-    need(size in intervals, f"The answer is one of the sizes {', '.join(map(str, intervals))}.")
-    unsure = [n for n, (low, _) in intervals.items() if n >= size and low <= 1]
+    lower_ends = {16: 1.02, 32: 0.96, 64: 1.05, 128: 1.30}
+    sizes = ", ".join(map(str, lower_ends))
+    is_size = size in lower_ends
+    need(is_size, f"The answer is one of the sizes {sizes}.")
+    unsure = [n for n, low in lower_ends.items() if n >= size and low <= 1]
+    largest_unsure = max(unsure, default=None)
     need(
-        not unsure,
-        f"The sizes from {size} on include {unsure[-1] if unsure else ''}. Its interval "
-        "reaches below 1, so AMP may not be faster there.",
+        largest_unsure is None,
+        f"The sizes from {size} on include {largest_unsure}. Its interval reaches below 1, so AMP "
+        "may not be faster there.",
     )
-    before = [n for n in intervals if n < size][-1]
+    smaller = [n for n in lower_ends if n < size]
+    previous = smaller[-1]
     need(
-        intervals[before][0] <= 1,
+        lower_ends[previous] <= 1,
         f"AMP is faster from {size} on, but the interval of a smaller size also lies above 1.",
     )
     return (
