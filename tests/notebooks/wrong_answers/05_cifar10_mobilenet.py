@@ -25,6 +25,10 @@ WRONG_ANSWERS = {
         ("speedups = ((2 + 0.5 + 1) / 3, 1.33)", "mean of three speed-ups"),
         (
             "speedups = (100 / (30 + 15 + 10), 100 / 70)",
+            "the depthwise layers became faster",
+        ),
+        (
+            "speedups = (100 / (30 + 60), 100 / 70)",
             "Add up the milliseconds of the three parts, and divide 100 ms",
         ),
         (
