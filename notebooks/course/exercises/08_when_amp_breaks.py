@@ -1,7 +1,7 @@
 """Checks for notebook 08, Find out why AMP broke, and repair it."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -10,27 +10,32 @@ from course.exercises import call, exercise, need
 
 def _sum_of_squares(value: float) -> float:
     """The sum of the squares of two such numbers, each step rounded to fp16."""
-    h = torch.full((2,), float(value)).half()
-    return float((h * h).sum(dtype=torch.float16))
+    numbers = torch.full((2,), float(value)).half()
+    squares = numbers * numbers
+    return float(squares.sum(dtype=torch.float16))
 
 
 @exercise
 def check_largest_value(value: int) -> str:
     """The largest integer whose square, added twice, is finite in fp16."""
+    is_positive_integer = isinstance(value, int) and value > 0
     need(
-        isinstance(value, int) and value > 0,
+        is_positive_integer,
         f"The answer is a positive whole number, but you gave {value!r}.",
     )
     total = _sum_of_squares(value)
+    exact_total = 2 * value * value
     need(
         total < torch.inf,
-        f"The exact sum of two squares of {value} is {2 * value * value}. In fp16, the sum is "
+        f"The exact sum of two squares of {value} is {exact_total}. In fp16, the sum is "
         "infinite: fp16 rounds the squares and their sum, and its largest number is 65504.",
     )
+    next_value = value + 1
+    next_total = _sum_of_squares(next_value)
     need(
-        _sum_of_squares(value + 1) == torch.inf,
-        f"{value} does not overflow, but {value + 1} does not overflow either: the sum of its "
-        f"squares is {_sum_of_squares(value + 1):g}. Try a larger number.",
+        next_total == torch.inf,
+        f"{value} does not overflow, but {next_value} does not overflow either: the sum of its "
+        f"squares is {next_total:g}. Try a larger number.",
     )
     return (
         f"The sum is {total:g}, and it is infinite for the next number. The limit is near "
@@ -38,51 +43,82 @@ def check_largest_value(value: int) -> str:
     )
 
 
-_CASES = {
-    "the equal losses": (
+class _Case(NamedTuple):
+    """A failure that the reader finds from a description."""
+
+    name: str
+    code: str
+    hint: str
+
+
+_CASES = [
+    _Case(
+        "the equal losses",
         "AMP0026",
         "Which tensor should change in each step, but stays the same?",
     ),
-    "the clipped run": ("AMP0015", "What multiplies the gradients when the norm is that large?"),
-    "the NaN in evaluation": (
+    _Case(
+        "the clipped run",
+        "AMP0015",
+        "What multiplies the gradients when the norm is that large?",
+    ),
+    _Case(
+        "the NaN in evaluation",
         "AMP0007",
         "Which tensors are used in evaluation, but not in training?",
     ),
-}
+]
 
 
 @exercise
 def check_diagnosis(codes: Any) -> str:
     """The codes of the failures that three descriptions lead to."""
+    is_sequence = isinstance(codes, tuple | list)
+    has_every_case = is_sequence and len(codes) == len(_CASES)
     need(
-        isinstance(codes, tuple | list) and len(codes) == len(_CASES),
+        has_every_case,
         f"The answer is three codes in the order of the descriptions, but you gave {codes!r}.",
     )
-    for found, (case, (right, why)) in zip(codes, _CASES.items(), strict=True):
-        need(found == right, f"{found} does not fit {case}. {why}")
+    for code, case in zip(codes, _CASES, strict=True):
+        is_right = code == case.code
+        need(is_right, f"{code} does not fit {case.name}. {case.hint}")
     return "The tables on this page lead from the words of a symptom to its cause."
+
+
+def _is_tensor_like(value: Any, reference: torch.Tensor) -> bool:
+    """Whether a value is a tensor with the dtype and shape of `reference`."""
+    if not torch.is_tensor(value):
+        return False
+    has_dtype = value.dtype is reference.dtype
+    return has_dtype and value.shape == reference.shape
 
 
 @exercise
 def check_masked(mask_scores: Callable[..., Any]) -> str:
     """Scores masked before a softmax, in any dtype, also where a whole row is masked."""
     mask = torch.tensor([[True, True], [False, True]])
+    fp32_scores = torch.tensor([[-20.0, -20.0], [1.0, 2.0]])
     for dtype in (torch.float16, torch.bfloat16, torch.float32):
-        scores = torch.tensor([[-20.0, -20.0], [1.0, 2.0]]).to(dtype)
+        scores = fp32_scores.to(dtype)
         masked = call(mask_scores, scores.clone(), mask)
+        is_like_scores = _is_tensor_like(masked, scores)
         need(
-            torch.is_tensor(masked) and masked.dtype is dtype and masked.shape == scores.shape,
+            is_like_scores,
             f"For scores in {dtype}, return scores of the same dtype and shape.",
         )
-        rows = masked.float().softmax(-1)
+        attention = masked.float().softmax(-1)
+        is_finite = attention.isfinite()
         need(
-            bool(rows.isfinite().all()),
+            bool(is_finite.all()),
             f"In {dtype}, the row that is completely masked is NaN after the softmax, because "
             "all its scores are minus infinity.",
         )
+        second_row = attention[1]
+        is_masked = second_row.tolist() == [1.0, 0.0]
+        has_same_score = masked[1, 0] == 1
         need(
-            rows[1].tolist() == [1.0, 0.0] and masked[1, 0] == 1,
-            f"In {dtype}, the masked score of the second row still gets {rows[1, 1]:.2f} of "
+            is_masked and has_same_score,
+            f"In {dtype}, the masked score of the second row still gets {second_row[1]:.2f} of "
             "the attention, or you changed the other score.",
         )
     return "This number fits into fp16, bf16 and fp32, and a completely masked row stays finite."
@@ -101,32 +137,39 @@ def check_advance(advance: Callable[..., Any]) -> str:
         def step(self) -> None:
             calls.append(True)
 
-    seen = []
-    for factor in (torch.inf, 1.0, 1.0, torch.inf):
+    call_counts = []
+    expected_scales = [512, 512, 1024, 512]
+    for step, expected in enumerate(expected_scales, start=1):
+        factor = torch.inf if step in (1, 4) else 1.0
+        loss = (weight * factor).sum()
         optimizer.zero_grad()
-        scaler.scale((weight * factor).sum()).backward()
+        scaled_loss = scaler.scale(loss)
+        scaled_loss.backward()
         scaler.step(optimizer)
         call(advance, scaler, Schedule())
-        expected = {1: 512, 2: 512, 3: 1024, 4: 512}[len(seen) + 1]
+        scale = scaler.get_scale()
         need(
-            scaler.get_scale() == expected,
-            f"The loss scale is {scaler.get_scale():g} after step {len(seen) + 1} instead of "
-            f"{expected}. Call `scaler.update()` once in your function.",
+            scale == expected,
+            f"The loss scale is {scale:g} after step {step} instead of {expected}. Call "
+            "`scaler.update()` once in your function.",
         )
-        seen.append(len(calls))
+        call_counts.append(len(calls))
+    is_called_always = call_counts == [1, 2, 3, 4]
     need(
-        seen != [1, 2, 3, 4],
+        not is_called_always,
         "You called `scheduler.step` in every step, also in the two skipped steps.",
     )
+    is_called_after_growth = call_counts == [0, 0, 1, 1]
     need(
-        seen != [0, 0, 1, 1],
+        not is_called_after_growth,
         "You called `scheduler.step` only if the scale rose. After most good steps, the scale"
         " stays the same.",
     )
+    is_called_after_good_steps = call_counts == [0, 1, 2, 2]
     need(
-        seen == [0, 1, 2, 2],
+        is_called_after_good_steps,
         "Of four steps, the first and the last were skipped, and you called `scheduler.step` "
-        f"{seen} times. Compare the scale before and after `update`: it falls if the step was "
-        "skipped.",
+        f"{call_counts} times. Compare the scale before and after `update`: it falls if the step "
+        "was skipped.",
     )
     return "The schedule moved on in the two good steps, and not in the skipped ones."

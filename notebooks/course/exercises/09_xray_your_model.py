@@ -14,28 +14,36 @@ from amp_lab import forecast_memory, xray
 @exercise
 def check_number_of_casts(number: int) -> str:
     """The casts of a small network under CUDA's autocast, which an X-ray counts."""
-    net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4), nn.LayerNorm(4))
-    casts = xray(net, torch.empty(2, 8), device_type="cuda").casts
-    parameters = 2 * 2  # weight and bias of the linear layers
+    first_layer = nn.Linear(8, 16)
+    second_layer = nn.Linear(16, 4)
+    norm = nn.LayerNorm(4)
+    net = nn.Sequential(first_layer, nn.ReLU(), second_layer, norm)
+    inputs = torch.empty(2, 8)
+    report = xray(net, inputs, device_type="cuda")
+    right = len(report.casts)
+    parameter_count = 2 * 2  # weight and bias of the linear layers
     need(
-        number != parameters,
-        f"{parameters} is the number of weights and biases in the linear layers. Autocast also"
+        number != parameter_count,
+        f"{parameter_count} is the number of weights and biases in the linear layers. Autocast also"
         " casts activations.",
     )
+    is_large_enough = isinstance(number, int) and number >= right
     need(
-        isinstance(number, int) and number >= len(casts),
+        is_large_enough,
         f"{number} is too small. Count weights, biases and activations. On CUDA, the norm runs"
         " in fp32.",
     )
     need(
-        number <= len(casts),
+        number <= right,
         f"{number} is too large. Autocast does not cast a tensor that already has the right "
         "dtype. The norm runs in fp32, and its weight and bias are fp32.",
     )
     return "There are three casts for the first layer, two for the second, and one for the norm."
 
 
-_ROWS = [
+_Row = tuple[str, tuple[str, ...], tuple[str, ...]]
+
+_ROWS: list[_Row] = [
     ("_to_copy", ("fp32",), ("fp16",)),
     ("addmm", ("fp16", "fp16", "fp16"), ("fp16",)),
     ("_to_copy", ("fp16",), ("fp32",)),
@@ -47,11 +55,13 @@ _ROWS = [
 ]
 
 
-def _goes_up(row: tuple[str, tuple[str, ...], tuple[str, ...]]) -> bool:
+def _goes_up(row: _Row) -> bool:
     """Whether the row is a cast to fp32 from another dtype."""
     name, dtypes_before, dtypes_after = row
-    is_copy_to_fp32 = name == "_to_copy" and dtypes_after == ("fp32",)
-    return is_copy_to_fp32 and dtypes_before != dtypes_after
+    is_copy = name == "_to_copy"
+    is_to_fp32 = dtypes_after == ("fp32",)
+    has_new_dtype = dtypes_before != dtypes_after
+    return is_copy and is_to_fp32 and has_new_dtype
 
 
 @exercise
@@ -59,25 +69,28 @@ def check_casts_up(count: Callable[..., Any]) -> str:
     """A count of casts to fp32, checked with rows that have two of them."""
     found = call(count, list(_ROWS))
     right = sum(map(_goes_up, _ROWS))
+    row_count = len(_ROWS)
     names = [row[0] for row in _ROWS]
-    every = names.count("_to_copy")
+    copies = names.count("_to_copy")
     need(
-        found != every,
-        f"Your function returns {found} for {len(_ROWS)} rows. This counts all copies, also "
+        found != copies,
+        f"Your function returns {found} for {row_count} rows. This counts all copies, also "
         "casts from fp32 and copies to the same dtype.",
     )
+    one_too_many = right + 1
     need(
-        found != right + 1,
-        f"Your function returns {found} for {len(_ROWS)} rows, which is one too many. You may "
+        found != one_too_many,
+        f"Your function returns {found} for {row_count} rows, which is one too many. You may "
         "have counted a sum of fp16 numbers that returns fp32, or a copy from fp32 to fp32.",
     )
     need(
         found == right,
-        f"Your function returns {found!r} for {len(_ROWS)} rows. Count casts from bf16 to fp32"
+        f"Your function returns {found!r} for {row_count} rows. Count casts from bf16 to fp32"
         " too. Each dtype is in a tuple.",
     )
-    need(count([]) == 0, "For an empty list, return 0.")
-    return f"{found} of these {len(_ROWS)} rows are casts to fp32."
+    found_in_empty = count([])
+    need(found_in_empty == 0, "For an empty list, return 0.")
+    return f"{found} of these {row_count} rows are casts to fp32."
 
 
 def _log_softmax_dtypes(loss: Callable[..., Any], backend: str) -> set[torch.dtype | None]:
@@ -85,11 +98,25 @@ def _log_softmax_dtypes(loss: Callable[..., Any], backend: str) -> set[torch.dty
     target = torch.zeros(4, dtype=torch.long)
 
     def of_logits(logits: torch.Tensor) -> torch.Tensor:
-        return call(loss, logits, target.to(logits.device))
+        moved_target = target.to(logits.device)
+        return call(loss, logits, moved_target)
 
-    layer, inputs = nn.Linear(16, 10), torch.empty(4, 16)
+    layer = nn.Linear(16, 10)
+    inputs = torch.empty(4, 16)
     report = xray(layer, inputs, device_type=backend, loss_fn=of_logits)
-    return {row.dtype for row in report.rows if "log_softmax" in row.op}
+    dtypes = set()
+    for row in report.rows:
+        if "log_softmax" in row.op:
+            dtypes.add(row.dtype)
+    return dtypes
+
+
+def _is_close_scalar(value: Any, expected: torch.Tensor) -> bool:
+    """Whether a value is a tensor without dimensions that is close to `expected`."""
+    if not torch.is_tensor(value):
+        return False
+    is_scalar = value.shape == ()
+    return is_scalar and bool(torch.isclose(value, expected))
 
 
 @exercise
@@ -99,14 +126,15 @@ def check_precise_loss(loss: Callable[..., Any]) -> str:
     target = torch.tensor([0, 1, 3])
     wanted = nn.functional.cross_entropy(logits, target)
     value = call(loss, logits, target)
-    is_scalar = torch.is_tensor(value) and value.shape == ()
+    is_cross_entropy = _is_close_scalar(value, wanted)
     need(
-        is_scalar and bool(torch.isclose(value, wanted)),
+        is_cross_entropy,
         "For fp32 logits, your function does not return their cross-entropy.",
     )
     dtypes = _log_softmax_dtypes(loss, "cuda")
+    is_fp32 = dtypes == {torch.float32}
     need(
-        dtypes == {torch.float32},
+        is_fp32,
         "On CUDA, `log_softmax` still runs in fp16. Cast the logits, not the result: the "
         "numbers were rounded before the result.",
     )
@@ -117,27 +145,30 @@ def check_precise_loss(loss: Callable[..., Any]) -> str:
 def check_gigabytes(gigabytes: float) -> str:
     """What 3 billion parameters take with SGD and momentum, as the forecast has it for fewer."""
     model = nn.Linear(64, 64)
-    forecast = forecast_memory(
-        model, torch.empty(1, 64), precision="bf16", optimizer="sgd-momentum"
-    )
+    inputs = torch.empty(1, 64)
+    forecast = forecast_memory(model, inputs, precision="bf16", optimizer="sgd-momentum")
     total = forecast.weights + forecast.gradients + forecast.optimizer
     parameter_count = sum(p.numel() for p in model.parameters())
     each = total / parameter_count
     right = 3 * each
-    with_one_part_in_16_bits, with_two_parts_in_16_bits = 3 * (2 + 4 + 4), 3 * (2 + 2 + 4)
+    with_one_part_in_16_bits = 3 * (2 + 4 + 4)
+    with_two_parts_in_16_bits = 3 * (2 + 2 + 4)
     all_in_16_bits = 3 * (2 + 2 + 2)
+    with_adamw = right * 4 / 3
     need(
-        gigabytes != right * 4 / 3,
+        gigabytes != with_adamw,
         f"{gigabytes:g} GB would be right for AdamW, which stores two averages for each "
         "parameter. SGD with momentum stores one.",
     )
+    totals_with_16_bits = (with_one_part_in_16_bits, with_two_parts_in_16_bits, all_in_16_bits)
     need(
-        gigabytes not in (with_one_part_in_16_bits, with_two_parts_in_16_bits, all_in_16_bits),
+        gigabytes not in totals_with_16_bits,
         f"{gigabytes:g} GB counts two bytes for weights or gradients. Autocast casts copies of"
         " the weights, but the weights, the gradients and the momentum stay fp32.",
     )
+    without_a_part = right * 2 / 3
     need(
-        gigabytes != right * 2 / 3,
+        gigabytes != without_a_part,
         f"{gigabytes:g} GB is the size of only two of the three parts: weights, gradients, "
         "momentum.",
     )
