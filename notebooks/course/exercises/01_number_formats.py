@@ -9,88 +9,110 @@ import torch
 from course.exercises import call, exercise, need
 
 
+def _in_bf16(value: float) -> float:
+    """The nearest number of bf16."""
+    return torch.tensor(value).bfloat16().item()
+
+
 @exercise
 def check_first_missing(number: int) -> str:
     """The first positive whole number that bf16 does not have."""
     is_number = isinstance(number, int | float)
-    is_positive_and_whole = is_number and number > 0 and number == int(number)
+    is_positive = is_number and number > 0
+    is_positive_and_whole = is_positive and number == int(number)
     need(is_positive_and_whole, f"The answer is a positive whole number, but you gave {number!r}.")
-    held = torch.tensor(float(number)).bfloat16().item()
+    rounded = _in_bf16(float(number))
+    is_representable = rounded == number
     need(
-        held != number,
+        not is_representable,
         f"bf16 can represent {number:g}, because it is a multiple of the spacing there. Find "
         "the first number that is not a multiple of the spacing.",
     )
     whole = torch.arange(1.0, 1025.0)
-    is_missing = whole.bfloat16().float() != whole
-    first = whole[is_missing][0].item()
+    nearest = whole.bfloat16().float()
+    is_missing = nearest != whole
+    missing = whole[is_missing]
+    first = missing[0].item()
+    is_first = number == first
     need(
-        first == number,
+        is_first,
         f"bf16 cannot represent {number:g}, but this is not the first such number. From which "
         "power of two on is the spacing larger than 1?",
     )
-    return f"bf16 rounds {number:g} to {held:g}. From {number - 1:g} on, it has only even numbers."
+    previous = number - 1
+    return f"bf16 rounds {number:g} to {rounded:g}. From {previous:g} on, it has only even numbers."
 
 
 @exercise
 def check_sum_stops(number: float) -> str:
     """Where a sum of 0.1 stops growing in fp16."""
-    total, addend = torch.zeros((), dtype=torch.float16), torch.tensor(0.1).half()
+    total = torch.zeros((), dtype=torch.float16)
+    addend = torch.tensor(0.1).half()
     while total + addend > total:
         total = total + addend
     last = total.item()
-    need(isinstance(number, int | float), f"The answer is a number, but you gave {number!r}.")
-    exponent = math.floor(math.log2(max(abs(number), 1.0)))
-    spacing = torch.finfo(torch.float16).eps * 2.0**exponent
+    is_number = isinstance(number, int | float)
+    need(is_number, f"The answer is a number, but you gave {number!r}.")
+    magnitude = max(abs(number), 1.0)
+    exponent = math.floor(math.log2(magnitude))
+    spacing_at_1 = torch.finfo(torch.float16).eps
+    spacing = spacing_at_1 * 2.0**exponent
+    spacing_there = f"At {number:g}, the spacing is {spacing:g}."
+    has_stopped = number >= last
     need(
-        number >= last,
-        f"At {number:g}, the spacing is {spacing:g}. 0.1 is more than half of it, so the sum "
-        "still grows there.",
+        has_stopped,
+        f"{spacing_there} 0.1 is more than half of it, so the sum still grows there.",
     )
     need(
         number == last,
         f"The sum does not reach {number:g}. It stops growing at a smaller power of two.",
     )
-    return (
-        f"At {number:g}, the spacing is {spacing:g}. 0.1 is less than half of it, so the "
-        "sum stops growing."
-    )
+    return f"{spacing_there} 0.1 is less than half of it, so the sum stops growing."
 
 
+_GENERATOR = torch.Generator().manual_seed(0)
+_LARGE_VALUES = torch.tensor([300.0, 400.0])
+_SMALL_VALUES = torch.tensor([3e-5, 4e-5])
+_MANY_VALUES = torch.randn(4096, generator=_GENERATOR)
 _VECTORS = {
-    "[300, 400]": torch.tensor([300.0, 400.0]),
-    "[3e-5, 4e-5]": torch.tensor([3e-5, 4e-5]),
-    "4096 random numbers": torch.randn(4096, generator=torch.Generator().manual_seed(0)),
+    "[300, 400]": _LARGE_VALUES,
+    "[3e-5, 4e-5]": _SMALL_VALUES,
+    "4096 random numbers": _MANY_VALUES,
 }
 
 
 @exercise
 def check_length(length: Callable[..., Any]) -> str:
     """The length of an fp16 vector, for large, small and many components."""
-    for what, values in _VECTORS.items():
+    for name, values in _VECTORS.items():
         vector = values.half()
-        right = vector.double().norm().item()
+        norm = vector.double().norm()
+        right = norm.item()
         found = float(call(length, vector))
         error = abs(found / right - 1)
+        is_finite = math.isfinite(found)
         need(
-            math.isfinite(found),
-            f"For {what}, your function returns {found:g} instead of {right:.5g}: a value "
+            is_finite,
+            f"For {name}, your function returns {found:g} instead of {right:.5g}: a value "
             "overflows before the cast. What is the largest number that you compute in fp16?",
         )
         need(
             found > 0,
-            f"For {what}, your function returns 0 instead of {right:.3g}: the squares underflow.",
+            f"For {name}, your function returns 0 instead of {right:.3g}: the squares underflow.",
         )
+        is_accurate = error < 1e-5
         need(
-            error < 1e-5,
-            f"For {what}, your function returns {found:.7g} instead of {right:.7g}: a value is"
+            is_accurate,
+            f"For {name}, your function returns {found:.7g} instead of {right:.7g}: a value is"
             " still rounded to 16 bits.",
         )
     return "The lengths of vectors with large, small and many components agree with fp64."
 
 
 def _overflows(gradients: torch.Tensor, scale: float) -> bool:
-    return bool((gradients * scale).half().isinf().any())
+    scaled = (gradients * scale).half()
+    is_infinite = scaled.isinf()
+    return bool(is_infinite.any())
 
 
 _GRADIENTS = ([1e-3, 2e-5], [0.5, -3.0], [1.0, 1e-7], [-200_000.0, 1.0], [0.0039])
@@ -102,20 +124,21 @@ def check_largest_scale(largest_scale: Callable[..., Any]) -> str:
     for values in _GRADIENTS:
         gradients = torch.tensor(values)
         scale = float(call(largest_scale, gradients))
+        result = f"For {values}, your function returns {scale:g}"
         is_power_of_two = scale > 0 and math.log2(scale).is_integer()
         need(
             is_power_of_two,
-            f"For {values}, your function returns {scale:g}. This is not a power of two, so "
-            "multiplying by it rounds the gradients again.",
+            f"{result}. This is not a power of two, so multiplying by it rounds the gradients "
+            "again.",
         )
-        largest = scale * gradients.abs().max().item()
+        largest_gradient = gradients.abs().max().item()
+        scaled = scale * largest_gradient
+        overflows = _overflows(gradients, scale)
         need(
-            not _overflows(gradients, scale),
-            f"For {values}, your function returns {scale:g}, and {largest:g} overflows. The "
-            "largest magnitude decides, whatever its sign.",
+            not overflows,
+            f"{result}, and {scaled:g} overflows. The largest magnitude decides, whatever its "
+            "sign.",
         )
-        need(
-            _overflows(gradients, 2 * scale),
-            f"For {values}, your function returns {scale:g}, but twice this scale also fits.",
-        )
+        is_largest = _overflows(gradients, 2 * scale)
+        need(is_largest, f"{result}, but twice this scale also fits.")
     return "With twice this scale, the largest gradient would be infinite, whatever its sign."
