@@ -21,7 +21,8 @@ def check_bits(mebibytes: float) -> str:
     )
     mebibits = 72
     number_of_bytes = 9 * 2**20
-    is_in_another_unit = mebibytes in (mebibits, number_of_bytes)
+    number_of_bits = mebibits * 2**20
+    is_in_another_unit = mebibytes in (mebibits, number_of_bytes, number_of_bits)
     need(
         not is_in_another_unit,
         f"{mebibytes:g} is right in another unit. A byte has eight bits, and a MiB has 2^20 bytes.",

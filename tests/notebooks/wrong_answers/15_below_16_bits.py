@@ -4,6 +4,7 @@ WRONG_ANSWERS = {
     "check_bits": [
         ("mebibytes = 8", "This counts only the four bits of each value"),
         ("mebibytes = 72", "A byte has eight bits, and a MiB has 2^20 bytes"),
+        ("mebibytes = 72 * 2**20", "A byte has eight bits, and a MiB has 2^20 bytes"),
         ("mebibytes = 12", "Count four bits for each value, and a sixteenth of eight bits"),
     ],
     "check_scale_of": [
