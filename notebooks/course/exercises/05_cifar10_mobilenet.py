@@ -58,8 +58,8 @@ def check_speedups(speedups: Sequence[float]) -> str:
         is_pair,
         f"The answer is two numbers, such as (2.0, 3.0), but you gave {speedups!r}.",
     )
-    fp32 = {"pointwise": 60, "depthwise": 30, "rest": 10}
-    factors = {"pointwise": 2, "depthwise": 0.5, "rest": 1}
+    fp32: dict[str, float] = {"pointwise": 60, "depthwise": 30, "rest": 10}
+    factors: dict[str, float] = {"pointwise": 2, "depthwise": 0.5, "rest": 1}
     mean = sum(factors.values()) / len(factors)
     plain = _speedup(fp32, factors)
     with_islands = _speedup(fp32, factors | {"depthwise": 1})
