@@ -292,8 +292,9 @@ assert list(kind_times) == list(KINDS)
 #
 # On the CPU of this run, the four depthwise layers with stride 2 take less than a tenth of the time in FP32, and more
 # than a third under autocast. These layers cost far more time than the pointwise layers save. The output of
-# [`ONEDNN_VERBOSE=1`](https://uxlfoundation.github.io/oneDNN/dev_guide_verbose.html) shows why: in bf16, a general
-# convolution kernel, `brgconv_strided`, computes the input gradients of these layers instead of a depthwise kernel.
+# [`ONEDNN_VERBOSE=1`](https://uxlfoundation.github.io/oneDNN/dev_guide_verbose.html) shows why: in bf16, oneDNN
+# computes the input gradients of these layers with a general convolution kernel, `brgconv_strided`, and not with a
+# depthwise kernel.
 # <!-- tests/notebooks/test_05_cifar10_mobilenet.py -->
 #
 # ## Resume: to the last bit

@@ -292,8 +292,8 @@ assert 0.85 < gib["FP32, batch 512"] / 6 < 1
 
 # %% [markdown]
 # AMP needs only slightly more memory for 512 images than FP32 needs for 256. FP32 with 512 images leaves less
-# than 1 GiB of the 6 GiB. The rest can be too small, because our count does not include, for example, the memory that
-# [CUDA and its libraries](https://docs.pytorch.org/docs/stable/torch_cuda_memory.html) allocate outside of PyTorch.
+# than 1 GiB of the 6 GiB. This can be too little: our count does not include, for example, the memory that [CUDA and
+# its libraries](https://docs.pytorch.org/docs/stable/torch_cuda_memory.html) allocate outside of PyTorch.
 #
 # ## Train the backbone too
 #

@@ -307,9 +307,9 @@ assert moved_bytes["AMP"] < moved_bytes["plain"]
 # On the CPU of this run, autocast makes the activations and their gradients half as large, so AMP moves about
 # half the bytes.
 #
-# The **[roofline](https://doi.org/10.1145/1498765.1498785)** shows both peak rates in one figure. Each point is a
-# step, drawn at its FLOPs per byte moved. For each precision, a line shows the highest FLOP/s that the two peak rates
-# allow:
+# The **[roofline](https://doi.org/10.1145/1498765.1498785)** shows both peak rates in one figure. Each point shows one
+# step, at the number of FLOPs that the step does per byte moved. For each precision, a line shows the highest FLOP/s
+# that the two peak rates allow:
 #
 # - **Under the slope**, moving the data takes longer than computing.
 # - **Under the flat part**, computing takes longer.

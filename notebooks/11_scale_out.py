@@ -308,9 +308,10 @@ for n in counts[1:]:
 # %% [markdown]
 # All set-ups have nearly the same losses as one process. In fp32, the losses are far closer than in bf16.
 #
-# **If you keep the size of the global batch (of all ranks together), you can keep the learning rate**. This needs a
-# mean loss over samples and equal shares: then the ranks' average is the gradient of the whole batch. But a model with
-# plain batch norm has different training losses, because each rank normalises over only its part of the batch.
+# **If you keep the size of the global batch (of all ranks together), you can keep the learning rate**. If the loss is
+# a mean over samples and all ranks have equally many, the ranks' average is the gradient of the whole batch. But a
+# model with plain batch norm has different training losses, because each rank normalises over only its part of the
+# batch.
 # <!-- tests/notebooks/test_11_scale_out.py -->
 #
 # ## What does each rank send and hold?

@@ -264,8 +264,8 @@ def step_with_tensorflow(self, data):
 
 
 # %% [markdown]
-# Both steps also work under `float32` and `mixed_bfloat16`: by default, `scale_loss` of a plain optimizer such as
-# Adam does not change the loss. This small network uses the steps:
+# Both steps also work under `float32` and `mixed_bfloat16`: without a loss scale, `scale_loss` of an optimizer such as
+# Adam returns the loss unchanged. This small network uses the steps:
 # <!-- tests/notebooks/test_12_keras.py -->
 
 
@@ -359,8 +359,8 @@ for kind, rate in ((keras.optimizers.SGD, 1.0), (keras.optimizers.Adam, 0.1)):
 
 # %% [markdown]
 # With SGD, the step without scaling is 2¹⁵ times too short. In its first step, Adam divides the gradient by its
-# magnitude plus a small epsilon. Our gradient divided by the scale is so small that epsilon matters: the step is 0.08
-# instead of 0.1. A smaller gradient makes the step even shorter.
+# magnitude plus a small epsilon. Our unscaled gradient, wrongly divided by the scale, is so small that epsilon
+# matters: the step is 0.08 instead of 0.1. A smaller gradient makes the step even shorter.
 # <!-- tests/notebooks/test_12_keras.py -->
 #
 # ## The names of TensorFlow 2.x (optional)

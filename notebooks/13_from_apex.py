@@ -281,9 +281,9 @@ for old_name in (torch.cuda.amp.autocast, torch.cpu.amp.autocast, torch.cuda.amp
 # %% [markdown]
 # Two things can go wrong when you replace these names with names of `torch.amp`.
 #
-# **The default dtype.** The old classes had a fixed default: fp16 for CUDA and bf16 for the CPU. By default, inside an
-# outer autocast block for the same device type, the new class uses the dtype of that block. In the next cell, three
-# blocks are inside an outer block in fp16. In which dtype will each of them compute? <!--
+# **The default dtype.** The old classes had a fixed default: fp16 for CUDA and bf16 for the CPU. If you pass no dtype
+# inside another autocast block for the same device type, the new class uses the dtype of that block. In the next cell,
+# three blocks are inside an outer block in fp16. In which dtype will each of them compute? <!--
 # tests/notebooks/test_13_from_apex.py -->
 
 # %%
@@ -378,7 +378,7 @@ if find_spec("libcst") is not None:
 # - At O2, Apex [cast the fp16 weights to
 #   fp32](https://github.com/NVIDIA/apex/blob/e13873debc4699d39c6861074b9a3b2a02327f92/apex/amp/_initialize.py) for
 #   the file. But their values are still rounded to fp16.
-# - At O2, the fp32 master weights are missing. Our program adds them.
+# - At O2, the fp32 master weights are missing in such a checkpoint. We save them too.
 #
 # Our reference run trains for eight steps, writes a checkpoint, and trains for eight more steps. The resumed run has
 # to reproduce the last eight steps. <!-- tests/notebooks/test_13_from_apex.py -->

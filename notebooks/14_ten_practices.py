@@ -143,10 +143,10 @@ assert 2**-12 < error < 2**-7  # roundings of bf16
 assert exact.dtype is blurred.dtype is fp32
 
 # %% [markdown]
-# - **After the block**, the island's two matmuls run in fp32, as they should. The third matmul belongs to the first
-#   layer.
-# - **Inside the block**, the island's matmuls run in bf16. The gradient of the island's weight is less exact. This
-#   gradient is still an fp32 tensor, so its dtype does not show the mistake.
+# - **After the autocast block**, the two matmuls of the fp32 layer run in fp32, as they should. The third matmul
+#   belongs to the first layer.
+# - **Inside the autocast block**, the matmuls of the fp32 layer run in bf16. The gradient of its weight is less exact.
+#   This gradient is still an fp32 tensor, so its dtype does not show the mistake.
 #
 # ## Profile before and after
 #

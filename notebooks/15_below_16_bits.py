@@ -180,9 +180,10 @@ assert at_100["mxfp4"] < at_100["nvfp4"] < alone["nvfp4"] - 5
 # | *dgrad*, the gradient of `x` | `grad @ weight` | (rows, out) @ (out, in) | out |
 # | *wgrad*, the gradient of `weight` | `grad.T @ x` | (out, rows) @ (rows, in) | rows |
 #
-# The scale of a block multiplies a part of a sum, so our blocks lie along the dimension that the matmul sums over. But
-# each tensor is an operand of two matmuls. For example, the forward matmul sums over *in*, and dgrad sums over *out*.
-# So we round `weight` twice: in blocks along *in* for the forward matmul, and in blocks along *out* for dgrad.
+# A matmul adds up products. All products of a block are multiplied by the scale of this block, so our blocks lie along
+# the dimension that the matmul sums over. But each tensor is an operand of two matmuls. For example, the forward
+# matmul sums over *in*, and dgrad sums over *out*. So we round `weight` twice: in blocks along *in* for the forward
+# matmul, and in blocks along *out* for dgrad.
 #
 # Everything else is in fp32, such as the sums and the weights that the optimizer updates.
 
@@ -305,8 +306,9 @@ for name in ("mxfp4", "nvfp4"):
 #
 # ## Test your own model
 #
-# `rehearse` tests formats on your model. For training, it runs a forward and a backward pass in fp32. Then it tests
-# each format: first on the matmuls of each layer, then on the whole model. <!-- tests/formats/test_rehearsal.py -->
+# `rehearse` tests formats on your model. To test a training step, it runs a forward and a backward pass in fp32. Then
+# it tests each format: first on the matmuls of each layer, then on the whole model. <!--
+# tests/formats/test_rehearsal.py -->
 #
 # We call `rehearse` on our GPT. First we make one feature of the second MLP an outlier. We multiply its weights in
 # `up` by a million, and divide its weights in `down` by a million:

@@ -375,9 +375,10 @@ assert zeros["INT8"] > 0.1 > zeros["INT8, no zero"] == 0
 
 # %% [markdown]
 # INT8 stores a large share of the squares as 0. Adam divides the mean by the root of the second moment,
-# plus epsilon (1e-8). Where the stored second moment is 0, the next divisor depends only on the new gradient. The mean
-# also includes earlier gradients, so this divisor can be too small. The update can then become so large that the loss
-# becomes NaN. The format without a zero stores a small square as its smallest number.
+# plus epsilon (1e-8). Where the stored second moment is 0, the next divisor depends only on the new gradient. If the
+# new gradient is small, the divisor is small too. The mean can still include larger gradients, so the step can be too
+# long. The update can then become so large that the loss becomes NaN. The format without a zero stores a small square
+# as its smallest number.
 #
 # [torchao's low-bit optimizers](https://github.com/pytorch/ao/tree/main/torchao/optim) store the state in few
 # bits. If the weights are in bf16, set `bf16_stochastic_round=True`:

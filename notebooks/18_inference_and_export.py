@@ -181,8 +181,8 @@ print(refused[:100])
 assert refused
 
 # %% [markdown]
-# **Outputs**: cast them to fp32 with `.float()` before you compute with them. For example, if you compare embeddings
-# in bf16, many similarities near 1 are equal, so a search cannot rank them.
+# **Outputs**: cast them to fp32 with `.float()` before you compute with them. For example, if you compute similarities
+# of embeddings in bf16, many similarities near 1 become equal, so a search cannot rank them.
 # <!-- tests/notebooks/test_18_inference_and_export.py -->
 #
 # **Weights**: if you change the weights for inference, for example to fold a batch norm (exercise 4), do so in fp32

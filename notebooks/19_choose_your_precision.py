@@ -189,8 +189,8 @@ torch.backends.cudnn.allow_tf32 = kept  # for the next cells; leave this line ou
 # ### Old and new settings
 #
 # `torch.set_float32_matmul_precision` and `allow_tf32` are old settings. PyTorch also has new ones, such as
-# `torch.backends.cuda.matmul.fp32_precision`. If you set only the new one, PyTorch can raise an error when code reads
-# the old one. For example, [Lightning](https://github.com/Lightning-AI/pytorch-lightning/issues/21256) reads an old
+# `torch.backends.cuda.matmul.fp32_precision`. If you set only a new name, PyTorch can raise an error when code reads
+# the old name. For example, [Lightning](https://github.com/Lightning-AI/pytorch-lightning/issues/21256) reads an old
 # setting. We set only the new one:
 
 # %%
