@@ -61,12 +61,12 @@ assert logits.dtype is torch.bfloat16
 assert loss.dtype is weight.dtype is weight.grad.dtype is torch.float32
 
 # %% [markdown]
-# Only the logits are in bf16: they come from a linear layer, which autocast runs in bf16. We convert
-# them to fp32, so that the loss is in fp32 with and without autocast.
+# Only the logits are in bf16: autocast runs the last layer, a linear layer, in bf16. `logits.float()` converts
+# the logits to fp32, so the loss is in fp32.
 #
 # ## Settings and data
 #
-# At the *quick* scale, we train a smaller network on fewer images.
+# The `"quick"` settings train a smaller network on fewer images than the `"full"` settings.
 
 # %%
 DOWNLOAD = False  # True: fetch CIFAR-10 (170 MB) into data/ if it is not there
@@ -109,9 +109,11 @@ def train_loader(epoch, seed):
 # The comment `# AMP` marks what AMP adds or changes in an ordinary training loop.
 # <!-- tests/notebooks/test_05_cifar10_mobilenet.py -->
 #
-# Both autocast and `GradScaler` take `enabled=`. With `enabled=False`, autocast casts nothing. The scaler then leaves
-# the loss unchanged, and its `step` only calls `optimizer.step`. One loop therefore works in FP32, bf16 and fp16: we
-# enable autocast for fp16 and bf16, but the scaler only for fp16.
+# Both autocast and `GradScaler` take `enabled=`, so one loop works in FP32, bf16 and fp16:
+#
+# - We enable autocast for bf16 and fp16. With `enabled=False`, autocast casts nothing.
+# - We enable the scaler only for fp16. With `enabled=False`, the scaler leaves the loss unchanged, and its `step` only
+#   calls `optimizer.step`.
 # <!-- tests/notebooks/test_05_cifar10_mobilenet.py -->
 
 
@@ -176,7 +178,7 @@ def new_run(dtype, seed, steps):
 # %% [markdown]
 # ## Train in each precision
 #
-# As in notebook 04, `float32_mode` turns TF32 off in the FP32 runs. <!-- tests/core/test_precision.py -->
+# `float32_mode` turns TF32 off in the FP32 runs. <!-- tests/core/test_precision.py -->
 
 
 # %%
@@ -193,8 +195,8 @@ def train(precision, seed):
 
 
 # %% [markdown]
-# On a CPU, we compare FP32 with bf16. On a GPU, we choose the precisions as in notebook 04. We train
-# three seeds in each precision. <!-- code -->
+# On a CPU, we compare FP32 with bf16. On a GPU, we compare FP32 with each precision that is clearly
+# faster, or with bf16 if none is. <!-- code -->
 #
 # Before you run this: which will differ more in accuracy, two precisions or two seeds?
 
@@ -216,12 +218,11 @@ assert all((loss[:, -1] < 0.5 * loss[:, 0]).all() for loss in losses.values())  
 #
 # ## Is the accuracy the same?
 #
-# The accuracy also depends on the seed and on the choice of test images. We measure both effects in
+# Even in one precision, the accuracy depends on the seed and on the choice of test images. We measure both effects in
 # percentage points:
 #
-# - The *spread of the seeds*: in each precision, the best seed's accuracy minus the worst seed's accuracy. We take the
-#   largest of these differences.
-# - The *standard error*: about how much the accuracy would typically change with other test images. For an accuracy
+# - The *spread of the seeds*: the largest difference in accuracy between two seeds of the same precision.
+# - The *standard error*: how much the accuracy would typically change with other test images. For an accuracy
 #   $p$ on $n$ images it is about $\sqrt{p (1 - p) / n}$.
 #
 # Our rough yardstick is the spread plus two standard errors. A difference between two precisions counts
@@ -240,8 +241,9 @@ for precision, found in final.items():
 print(f"seeds differ by up to {100 * spread:.1f} points, standard error {100 * error:.1f} points")
 
 # %% [markdown]
-# Here, the precisions differ in accuracy about as much as the seeds do. This difference is smaller than our yardstick,
-# so it does not count. With three seeds and 225 test images, we could miss a real difference of a few points.
+# Here, the precisions differ in accuracy about as much as the seeds do. The difference between the precisions is
+# smaller than our yardstick, so it does not count. With three seeds and 225 test images, the yardstick is so large
+# that we could miss a real difference of a few points.
 #
 # ## Find the slow layers
 #
@@ -253,7 +255,7 @@ print(f"seeds differ by up to {100 * spread:.1f} points, standard error {100 * e
 # - *depthwise* convolutions with stride 1, in which each 3x3 kernel reads a single channel;
 # - *depthwise* convolutions with *stride 2*.
 #
-# We compare FP32, without TF32, with one 16-bit precision.
+# We compare FP32 with one 16-bit precision.
 
 # %%
 amp = next((p for p in fit_for if p.dtype is not torch.float32), Precision.BF16)
@@ -272,7 +274,7 @@ def in_mode(precision, function):
 
 
 # %% [markdown]
-# We time all 52 convolutions of the full MobileNetV2, forward and backward. Only four of them are depthwise
+# We time all 52 convolutions of the original MobileNetV2, forward and backward. Only four of them are depthwise
 # with stride 2. Before you run this: what share of the time will these four take in FP32, and what share
 # under autocast? <!-- tests/notebooks/test_05_cifar10_mobilenet.py -->
 
@@ -291,10 +293,10 @@ assert list(kind_times) == list(KINDS)
 # The number above a hatched bar is the speed-up of autocast. Below 1x, autocast is slower.
 #
 # On the CPU of this run, the four depthwise layers with stride 2 take less than a tenth of the time in FP32, and more
-# than a third under autocast. These layers cost far more time than the pointwise layers save. The output of
-# [`ONEDNN_VERBOSE=1`](https://uxlfoundation.github.io/oneDNN/dev_guide_verbose.html) shows why: in bf16, oneDNN
-# computes the input gradients of these layers with a general convolution kernel, `brgconv_strided`, and not with a
-# depthwise kernel.
+# than a third under autocast. These layers lose far more time than the pointwise layers save. The
+# output of [`ONEDNN_VERBOSE=1`](https://uxlfoundation.github.io/oneDNN/dev_guide_verbose.html) shows why: in bf16,
+# PyTorch's CPU library oneDNN computes the input gradients of these layers with a general kernel, not a depthwise
+# kernel.
 # <!-- tests/notebooks/test_05_cifar10_mobilenet.py -->
 #
 # ## Resume: to the last bit
@@ -334,7 +336,7 @@ path = Path(folder.name, "checkpoint.pt")
 save_checkpoint(path, **half, random=random_states(device), epochs_done=2)
 scales = [run["scaler"].get_scale() for run in (new_tiny_run(0, device), half, whole)]
 print("loss scale at the start, in the middle, at the end:", scales)
-assert scales[0] > scales[1]  # it has skipped steps
+assert scales[0] > scales[1]  # the scaler has skipped steps
 
 # %% [markdown]
 # To resume, we load the saved states into a new run and continue.
@@ -368,8 +370,8 @@ for name in ("scaler", "scheduler"):
 print("bitwise equal: weights, optimizer, scaler, schedule")
 
 # %% [markdown]
-# Now we leave out one state at a time: optimizer, schedule, scaler or random states. Before you run this: which state
-# is not needed to get the same final weights?
+# Now we leave out one state at a time: optimizer, schedule, scaler or random states. Before you run this: which of
+# these states must we restore to get the same final weights?
 
 # %%
 for name in ("optimizer", "scheduler", "scaler", "random"):
@@ -390,8 +392,7 @@ folder.cleanup()
 #   two standard errors.
 # - If autocast makes your network slower, time its layers by kind. Run the slow kinds with [autocast
 #   disabled](02_autocast_dtypes.ipynb#Nest-and-disable-autocast).
-# - If the scaler is enabled, a checkpoint also needs its state. If the network has dropout, the checkpoint also needs
-#   the random states.
+# - If the scaler is enabled, save its state in each checkpoint. If the network has dropout, save the random states.
 #
 # Next, [notebook 06](06_caltech256_resnet50.ipynb) shows where the memory of a training step goes.
 #
@@ -420,7 +421,7 @@ exercises.check_needed_difference(needed_difference)
 # <details><summary>Hint</summary>
 #
 # The standard error is the square root of p (1 - p) / n, with p = 0.9 and n = 900. How many standard
-# errors does the yardstick allow, and what does it add to them?
+# errors does the yardstick contain, and what else?
 #
 # </details>
 #
@@ -510,16 +511,16 @@ exercises.check_mended_loop(mended_loop)
 #     return scaler
 # ```
 #
-# The loop created a new scaler in every epoch. It also called `optimizer.step()`. This call changes the weights even
-# if a gradient is infinite, but `scaler.step` skips such a step.
+# The loop created a new scaler in every epoch, so the loss scale started over. It also called `optimizer.step()`, which
+# changes the weights even if a gradient is infinite. `scaler.step` skips such a step.
 #
 # </details>
 #
 # ### 4. What can you leave out of this checkpoint?
 #
 # A run in **bf16** uses Adam, a learning-rate schedule and a disabled scaler. Its network has *no* dropout. The
-# resumed run must still end with the same weights, bit for bit. Which of these four can you leave out of the
-# checkpoint: `"optimizer"`, `"scheduler"`, `"scaler"`, `"random"`?
+# resumed run must end with the same weights, bit for bit. Which of these four can you leave out of the checkpoint:
+# `"optimizer"`, `"scheduler"`, `"scaler"`, `"random"`?
 
 # %%
 superfluous = ...  # a set of names
