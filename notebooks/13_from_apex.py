@@ -53,8 +53,8 @@ names = {fp32: "fp32", fp16: "fp16", bf16: "bf16"}
 # ## The idea in five lines
 #
 # At [Apex's default level, O1](https://nvidia.github.io/apex/amp.html#properties), functions such as `F.linear`
-# first cast their inputs to fp16. We make these casts by hand, and then let autocast make them. Before you run
-# the cell: how many of the outputs will differ?
+# first cast their inputs to fp16. We run a linear layer with these casts by hand, and then under autocast. Before
+# you run the cell: how many of the layer's 1024 outputs will differ?
 
 # %%
 torch.manual_seed(0)
@@ -71,7 +71,7 @@ assert torch.equal(today, as_apex_did)
 # ## The names, then and now
 #
 # Apex removed its `amp` [in 2025](https://github.com/NVIDIA/apex/pull/1896). Replace Apex's names with these names
-# of torch. `amp-lab migrate` (see below) handles more names.
+# of torch.
 # <!-- tests/migrate/test_apex.py --> <!-- tests/remedies/test_apex_remedies.py -->
 #
 # | Apex | today |
@@ -79,7 +79,7 @@ assert torch.equal(today, as_apex_did)
 # | `amp.initialize(model, optimizer, opt_level="O1")` | `torch.autocast` around forward pass and loss |
 # | the loss scaler of `amp.initialize` | `torch.amp.GradScaler` |
 # | `amp.scale_loss(loss, optimizer)` | `scaler.scale(loss)` |
-# | `amp.master_params(optimizer)` | the optimizer's parameters, such as `model.parameters()` |
+# | `amp.master_params(optimizer)` | the optimizer's parameters, usually `model.parameters()` |
 # | `amp.state_dict()` | `scaler.state_dict()` |
 # | `amp.disable_casts()` | `torch.autocast(…, enabled=False)` |
 # | `amp.float_function` | `.float()` for the inputs, in a `torch.autocast(…, enabled=False)` block |
@@ -101,19 +101,18 @@ assert torch.equal(today, as_apex_did)
 # | the optimizer updates fp32 weights | yes | yes | yes, as master weights | no |
 # | loss scale | 1 | dynamic | dynamic | 1 |
 #
-# - **Patched functions** (O1): functions such as `F.linear` and `F.conv2d` cast their inputs to fp16. Functions
-#   such as softmax and `cross_entropy` cast [their inputs to
+# - **Casts in functions of torch** (O1): functions such as `F.linear` and `F.conv2d` cast their inputs to fp16.
+#   Functions such as softmax and `cross_entropy` cast [their inputs to
 #   fp32](https://github.com/NVIDIA/apex/blob/e13873debc4699d39c6861074b9a3b2a02327f92/apex/amp/lists/functional_overrides.py).
 # - **Master weights** (O2): the optimizer updates an fp32 copy of each fp16 weight.
 # - **The dynamic loss scale** (O1 and O2) [changed during
 #   training](https://github.com/NVIDIA/apex/blob/e13873debc4699d39c6861074b9a3b2a02327f92/apex/amp/scaler.py), as the
-#   scale of a `GradScaler` does. By default, its maximum was 2^24.
+#   scale of a `GradScaler` does.
 #
 # ## What each level did, and what replaces it today
 #
-# We train one small network at each level, and again with today's code
-# ([`course/apex_training.py`](course/apex_training.py)). In place of Apex's `amp`, we use a toy version of it
-# ([`course/toy_apex.py`](course/toy_apex.py)).
+# We train one small network at each level with [a toy version of Apex's `amp`](course/toy_apex.py), and then with
+# [today's code](course/apex_training.py).
 # %%
 from course.apex_training import (
     check_close,
@@ -129,8 +128,8 @@ from course.toy_apex import ToyApex
 batches = small_batches(device)
 
 # %% [markdown]
-# We print the dtypes of each run. O3 trains for a single step, because its second loss is NaN. Before you run
-# this: where do you expect fp16 at O1?
+# We print the dtypes of each run. At O3 we train for one step only, because the second loss is NaN. Before you run
+# this: which tensors do you expect to be fp16 at O1?
 
 
 # %%
@@ -149,13 +148,14 @@ assert table["O1"] == table["autocast"]
 assert table["O0"] == table["fp32 today"]
 
 # %% [markdown]
-# The rows of O1 and autocast are the same: only the activations are fp16. At O2 the weights and gradients of the
-# linear layers are fp16 too, and Adam updates fp32 master weights.
+# The rows of O1 and autocast are the same: only the activations are fp16. At O2, the linear layers have fp16 weights
+# and gradients, but Adam updates fp32 master weights.
 #
 # ### O0 and O1: fp32, and casts around ops
 #
 # Today O0 is a loop in fp32, without autocast. O1 is `torch.autocast` with `dtype=torch.float16` and a
-# `GradScaler`. We compare the losses of all steps (on a GPU with a small tolerance):
+# `GradScaler`. For each level, we compare the losses of the toy Apex and of today's code (on a GPU with a small
+# tolerance):
 
 # %%
 SAME = 0 if device.type == "cpu" else 2**-9
@@ -164,35 +164,35 @@ check_close(runs["autocast"], runs["O1"], SAME)
 assert runs["O1"].scale == 2.0**13  # three steps skipped, in both
 
 # %% [markdown]
-# For a classifier, also write `F.cross_entropy(logits.float(), targets)`. Apex ran all of `cross_entropy` in fp32,
-# but on CUDA autocast can round a part of it to fp16 ([notebook
+# In a classifier, write `F.cross_entropy(logits.float(), targets)`. Apex computed all of `cross_entropy` in fp32, but
+# autocast on CUDA can round an intermediate result to fp16 ([notebook
 # 09](09_xray_your_model.ipynb#The-surprise-in-cross-entropy) shows why).
 #
 # ### O2: fp16 weights, fp32 masters
 #
-# Today's code for O2 is the same as for O1. The parameters themselves are now the fp32 master weights, and
-# autocast makes fp16 copies of them for matmuls and convolutions. Before you run this: how close are the losses
-# of O2 and autocast?
+# Today's code for O2 is the same as for O1. It needs no separate master weights: the model's parameters stay in fp32,
+# and autocast makes fp16 copies for matmuls and convolutions. Before you run this: how close are the losses of O2 and
+# autocast?
 
 # %%
 check_close(runs["autocast"], runs["O2"], tolerance=2**-9)  # 4 rounding errors of 2**-11
 assert runs["autocast"].losses != runs["O2"].losses
 
 # %% [markdown]
-# The losses are close, but not equal. Apex first [cast the model to
+# The losses are equal within the tolerance, but not exactly. Apex first [cast the model to
 # fp16](https://github.com/NVIDIA/apex/blob/e13873debc4699d39c6861074b9a3b2a02327f92/apex/amp/_initialize.py), and
-# then copied the master weights from the model, so these weights start as rounded values.
+# then copied the fp16 weights to the master weights. So the master weights start with rounded values.
 #
 # ### O3: everything in fp16
 #
 # Today O3 is `model.half()` with fp16 inputs. The optimizer updates the fp16 weights. Two problems follow:
 #
 # - Small weight updates are rounded away ([notebook 16](16_low_precision_state.ipynb)).
-# - Adam can divide by zero. It divides by the root of the average squared gradient, plus 1e-8. In fp16, 1e-8 becomes
-#   zero, and the average becomes zero if the gradients are small.
+# - Adam can divide by zero. It divides by sqrt(v) + 1e-8, where v is the average of the squared gradients. In fp16,
+#   1e-8 becomes zero, and v becomes zero if the gradients are small.
 #
-# After the first step, the average is 0.001 (1 minus Adam's second beta) times the squared gradient. We check both
-# parts of the divisor for a gradient of 0.0005. Then we train at O3 for three steps:
+# In the first step, v is 0.001 (1 - beta2) times the squared gradient. We check that v is zero for a gradient of
+# 0.0005, and that 1e-8 is zero. Then we train at O3 for three steps:
 
 # %%
 assert 0.001 * torch.tensor(5e-4).half() ** 2 == 0 == torch.tensor(1e-8).half()
@@ -203,7 +203,7 @@ assert losses[1] != losses[1]  # NaN
 # %% [markdown]
 # ### What it costs in memory
 #
-# The table shows how many bytes a parameter of a linear layer takes during the step of torch's Adam:
+# The table shows the bytes for each parameter of a linear layer during a step of torch's Adam:
 # <!-- tests/notebooks/test_13_from_apex.py -->
 #
 # | | weights | gradients | master weights | gradients of masters | Adam's state | total |
@@ -235,7 +235,7 @@ with ToyApex() as amp:
 assert old_model[0].weight.grad.norm() <= 0.1  # the last gradient is clipped
 
 # %% [markdown]
-# This is the same loop today. On a CPU, the final weights are the same:
+# Here is today's loop. On a CPU, it computes exactly the same final weights:
 
 # %%
 model = new_model(device)
@@ -254,16 +254,15 @@ ours, theirs = (parameters_to_vector(m.parameters()) for m in (model, old_model)
 torch.testing.assert_close(ours, theirs, rtol=SAME, atol=SAME)
 
 # %% [markdown]
-# Do not forget `unscale_`. Without it, you clip gradients that are still scaled ([notebook
-# 07](07_training_recipes.ipynb)).
+# Without `unscale_`, you clip gradients that are still scaled ([notebook 07](07_training_recipes.ipynb)).
 #
-# Replace other options of Apex like this:
+# Other options of Apex have these replacements:
 #
 # | Apex | today |
 # |---|---|
 # | `delay_unscale=True`, to accumulate | `scale(loss).backward()` for each micro-batch, then `step` and `update` once |
 # | `num_losses=2`, `loss_id=1` | one scaler for all losses; with several optimizers, a `step` for each, then one `update` |
-# | `min_loss_scale`, `max_loss_scale` | call `update()` as usual; if `get_scale()` is then outside the limits, set the scale to the limit with `update(float(limit))` |
+# | `min_loss_scale`, `max_loss_scale` | call `update()`; if `get_scale()` is outside the limits afterwards, set the scale with `update(float(limit))` |
 # | `keep_batchnorm_fp32` | not needed: weights and statistics of batch norm stay fp32 | <!-- tests/notebooks/test_13_from_apex.py -->
 #
 # ## From torch.cuda.amp to torch.amp
@@ -281,9 +280,9 @@ for old_name in (torch.cuda.amp.autocast, torch.cpu.amp.autocast, torch.cuda.amp
 # %% [markdown]
 # Two things can go wrong when you replace these names with names of `torch.amp`.
 #
-# **The default dtype.** The old classes had a fixed default: fp16 for CUDA and bf16 for the CPU. If you pass no dtype
-# inside another autocast block for the same device type, the new class uses the dtype of that block. In the next cell,
-# three blocks are inside an outer block in fp16. In which dtype will each of them compute? <!--
+# **The default dtype.** `torch.cuda.amp.autocast` always defaults to fp16, and `torch.cpu.amp.autocast` to bf16. Inside
+# another autocast block for the same device type, `torch.autocast` defaults to the dtype of the outer block. In the
+# next cell, the outer block is in fp16. In which dtype will each of the three inner blocks compute? <!--
 # tests/notebooks/test_13_from_apex.py -->
 
 # %%
@@ -300,17 +299,16 @@ print(f"old {names[old]}, renamed {names[renamed]}, written out {names[written_o
 assert (old, renamed, written_out) == (bf16, fp16, bf16)
 
 # %% [markdown]
-# The renamed class changes the dtype of its block, so always pass `dtype`.
+# With only the name changed, the block computes in fp16, not bf16. So always pass `dtype`.
 #
-# **The order of arguments.** [The device now comes
-# first](https://docs.pytorch.org/docs/stable/amp.html), and `dtype` comes before `enabled`:
+# **The order of arguments.** [The device now comes first](https://docs.pytorch.org/docs/stable/amp.html):
 #
 # | old | new |
 # |---|---|
 # | `autocast(enabled, dtype, cache_enabled)` | `autocast(device_type, dtype, enabled, cache_enabled)` |
 # | `GradScaler(init_scale, growth_factor, …)` | `GradScaler(device, init_scale, growth_factor, …)` |
 #
-# If you still pass the old first argument, autocast raises an error, but `GradScaler` does not:
+# If you pass the old first argument in place of the device, autocast raises an error, but `GradScaler` does not:
 # <!-- tests/notebooks/test_13_from_apex.py -->
 
 # %%
@@ -319,7 +317,7 @@ print(f"GradScaler(1024.0) has the scale {got.get_scale():.0f}")
 assert (asked.get_scale(), got.get_scale()) == (1024, 65536)
 
 # %% [markdown]
-# The scaler took 1024.0 as the device. Pass `init_scale` by keyword to avoid this mistake.
+# The scaler took 1024.0 as the device, and used its default scale. Pass `init_scale` by keyword to avoid this.
 #
 # ## Let a tool do it (optional)
 #
@@ -357,8 +355,8 @@ else:
     assert migrate_source(new_program)[0] == new_program  # nothing is left to do
 
 # %% [markdown]
-# The tool does not rewrite our Apex loop. It prints a replacement for three of the loop's lines. With `--mark`, it
-# writes this advice into the code as comments:
+# The tool does not rewrite our Apex loop, but prints a replacement for three of its lines. With `--mark`, it writes
+# this advice into the code as comments:
 
 # %%
 if find_spec("libcst") is not None:
@@ -378,10 +376,11 @@ if find_spec("libcst") is not None:
 # - At O2, Apex [cast the fp16 weights to
 #   fp32](https://github.com/NVIDIA/apex/blob/e13873debc4699d39c6861074b9a3b2a02327f92/apex/amp/_initialize.py) for
 #   the file. But their values are still rounded to fp16.
-# - At O2, the fp32 master weights are missing in such a checkpoint. We save them too.
+# - At O2, the fp32 master weights are missing.
 #
-# Our reference run trains for eight steps, writes a checkpoint, and trains for eight more steps. The resumed run has
-# to reproduce the last eight steps. <!-- tests/notebooks/test_13_from_apex.py -->
+# Our reference run trains for eight steps, writes a checkpoint, and trains for eight more steps. We add the master
+# weights to this checkpoint. The resumed run has to reproduce the last eight steps.
+# <!-- tests/notebooks/test_13_from_apex.py -->
 
 # %%
 from course.apex_training import Run, today_step, train_and_save
@@ -392,8 +391,8 @@ INTERVAL = 6
 whole = train_and_save("O1", batches, new_model(device), PATH, INTERVAL)
 
 # %% [markdown]
-# We translate the scaler's state. The scale grows after some number of steps without an overflow (here six).
-# Apex called the count of these steps `unskipped`. `GradScaler` calls it `_growth_tracker`.
+# We translate the scaler's state. Both scalers count the steps without an overflow: Apex in `unskipped`, `GradScaler`
+# in `_growth_tracker`. After a number of such steps in a row (here six), the scale grows.
 
 
 # %%
@@ -439,8 +438,8 @@ def resume(use_masters=False):
 check_close(resume(), whole, SAME)
 
 # %% [markdown]
-# We resume the run at O2 twice: first with the rounded weights, then with the saved master weights. How close will
-# each resumed run be to the reference run?
+# At O2, we resume twice: first with the rounded weights, then with the saved master weights. How close will each
+# resumed run be to the reference run?
 
 # %%
 whole = train_and_save("O2", batches, new_model(device), PATH, INTERVAL)
@@ -450,7 +449,7 @@ check_close(resume(use_masters=True), whole, SAME)
 folder.cleanup()
 
 # %% [markdown]
-# On a CPU, only the second of these runs is exact.
+# On a CPU, only the run with the saved master weights repeats the reference run exactly.
 #
 # ## Summary
 #
@@ -474,8 +473,8 @@ exercises = checks_of("13_from_apex")
 # %% [markdown]
 # ### 1. Count bytes with momentum
 #
-# Momentum keeps one fp32 value per parameter; Adam keeps two. You train with SGD with momentum. How many bytes per
-# parameter of a linear layer did O2 need during the optimizer step, and how many does autocast need?
+# You train with SGD with momentum, which stores one fp32 value per parameter (Adam stores two). How many bytes per
+# parameter of a linear layer did O2 need during the optimizer step? How many does autocast need?
 
 # %%
 o2_bytes = ...
