@@ -10,11 +10,11 @@
 # # Go below 16 bits with FP8, MX and NVFP4
 #
 # **What you'll do.** Round tensors to eight and four bits, with scales. Train a small GPT with rounded matmuls.
-# Test a model in four formats with `rehearse`.
+# Measure the error of a model in four formats.
 #
 # **What you'll learn.**
 # - which numbers an eight-bit or four-bit format can represent, and why it needs a scale;
-# - which values an outlier damages if there is one scale per tensor, per row or per block;
+# - which values lose accuracy if one value, an *outlier*, is much larger than the others;
 # - what MX and NVFP4 are;
 # - which layers to keep in 16 bits.
 #
@@ -55,13 +55,13 @@ assert not unscaled.any()
 assert (scaled / gradient - 1).abs().max() < 2**-4
 
 # %% [markdown]
-# Without a scale, all three values become zero, because they are smaller than half of 0.002, the smallest positive
-# number of E4M3. With a scale, no value becomes zero, and the error is at most a sixteenth.
+# The smallest positive number of E4M3 is 0.002. Without a scale, all three values become zero, because 0 is the nearest
+# number of E4M3. With a scale, no value becomes zero, and the relative error is below 1/16.
 #
 # ## Formats of a single value
 #
-# A single value of a tensor is called an *element*. For seven formats of elements we print the largest and the
-# smallest positive number: <!-- tests/formats/test_elements.py -->
+# A single value of a tensor is called an *element*. For seven formats of elements, we print the largest and the
+# smallest positive number, and below 16 bits the count of numbers: <!-- tests/formats/test_elements.py -->
 
 # %%
 for name in ("fp16", "e4m3", "e5m2", "e2m3", "e3m2", "e2m1", "int8"):
@@ -77,17 +77,17 @@ assert halves[halves >= 0].tolist() == [0, 0.5, 1, 1.5, 2, 3, 4, 6]
 # E4M3 is named after its 4 exponent bits and 3 mantissa bits.
 #
 # On CPUs and CUDA, PyTorch can cast to FP8, but [many
-# ops](https://docs.pytorch.org/docs/stable/tensor_attributes.html), such as `+`, do not support it. So below we round
-# to FP8 and compute in fp32.
+# ops](https://docs.pytorch.org/docs/stable/tensor_attributes.html), such as `+`, do not support FP8. So we round to FP8
+# and compute in fp32.
 # <!-- tests/notebooks/test_08b_learning.py -->
 #
 # ## The values that share a scale
 #
-# In the first cell, the largest magnitude of the tensor determined the scale. If one value is much larger than the
-# others, small values that share its scale may become zero. So it matters which values share a scale: a whole tensor,
-# a row, or a *block* (neighbours in a row). *MX* (microscaling) is an [open
-# standard](https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf). NVFP4 is [NVIDIA's
-# format](https://arxiv.org/abs/2509.25149):
+# A scale depends on the largest magnitude of the values that share it. If one of these values is much larger than the
+# others, the others may become zero. So it matters which values share a scale: a whole tensor, a row, or a *block*
+# (neighbours in a row). In the table, `mxfp8` and `mxfp4` are from *MX* (microscaling), an [open
+# standard](https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf), and `nvfp4` is [from
+# NVIDIA](https://arxiv.org/abs/2509.25149):
 #
 # | format | element | values that share a scale | number format of the scale |
 # |---|---|---|---|
@@ -98,13 +98,12 @@ assert halves[halves >= 0].tolist() == [0, 0.5, 1, 1.5, 2, 3, 4, 6]
 # | `mxfp4` | E2M1 | 32 neighbours in a row | E8M0: eight bits, a power of two |
 # | `nvfp4` | E2M1 | 16 neighbours in a row | E4M3, and one more scale in fp32 for the whole tensor |
 #
-# `quantize` rounds a tensor to such a format and undoes the scaling. The result is in fp32. We measure the error as
-# the *signal to quantisation noise ratio* (SQNR). An error of 100 % is 0 dB, an error of 10 % is 20 dB, and an error
-# of 1 % is 40 dB.
+# `quantize` scales a tensor, rounds it to one of these formats, and undoes the scaling. We measure the *signal to
+# quantisation noise ratio* (SQNR): 0 dB is an error of 100 %, 20 dB is an error of 10 %, and 40 dB is an error of 1 %.
 # <!-- tests/formats/test_scaling.py -->
 #
-# We round two tensors. In the second tensor, one column (an *outlier channel*) is a million times as large as the
-# others. Before you run this: in which formats will the other columns lose accuracy?
+# We round random numbers, and a copy in which one column (an *outlier channel*) is a million times as large. Before you
+# run this: in which formats will the other columns of the copy lose accuracy?
 
 
 # %%
@@ -127,21 +126,20 @@ errors = {
 _ = figures.sqnr_by_format(errors)
 
 # %% [markdown]
-# The figure shows the SQNR of all values except the outliers. Without an outlier, the SQNR depends mostly on the
-# format of the elements: it is about 32 dB in E4M3 (an error of 3 %), and 19 to 20 dB in E2M1 (about 10 %).
+# The figure shows the SQNR of all values except the outliers. Without outliers, the SQNR is about 32 dB in
+# formats with E4M3 elements (an error of 3 %), and 19 to 20 dB in formats with E2M1 elements (about 10 %).
 #
-# With the outlier channel, each row has one outlier. The outlier ruins the values that share its scale:
+# With the outlier channel, each row has one outlier. Most values that share a scale with an outlier become zero:
 #
-# | format | ruined values |
+# | format | values that share a scale with an outlier |
 # |---|---|
 # | `fp8`, `nvfp4` | the whole tensor |
-# | `fp8-rowwise` | each row, so here the whole tensor too |
+# | `fp8-rowwise` | each row, so here the whole tensor |
 # | `fp8-1x128`, `mxfp8`, `mxfp4` | one block in each row |
 #
-# In `nvfp4`, the outlier sets the fp32 scale of the whole tensor. This scale is so large that nearly all values of the
-# other blocks become zero.
+# In `nvfp4`, the fp32 scale of the whole tensor becomes so large that no E4M3 scale of a block can compensate.
 #
-# We check this, and print the bits per value, including the scales of the blocks:
+# We print the bits per value (with the scales of the blocks), and the SQNR without outliers:
 
 # %% tags=["nbval-ignore-output"]
 alone, beside = errors["normal"], errors["one outlier channel"]
@@ -154,8 +152,8 @@ for name in NAMES:
     print(f"{name:<12} {FORMATS[name].bits:>5.2f} bits a value, {alone[name]:.1f} dB")
 
 # %% [markdown]
-# In the language models of [LLM.int8()](https://arxiv.org/abs/2208.07339), outliers are up to 20 times as
-# large as the rest. We now make the column 100 times as large. Which formats still lose accuracy?
+# A factor of a million is extreme: in the language models of [LLM.int8()](https://arxiv.org/abs/2208.07339), outliers are
+# up to 20 times as large as other values. We now multiply the column by 100. Which formats still lose accuracy?
 
 # %% tags=["nbval-ignore-output"]
 usual = normal.clone()
@@ -167,12 +165,13 @@ assert all(at_100[name] > 29 for name in NAMES[:4])
 assert at_100["mxfp4"] < at_100["nvfp4"] < alone["nvfp4"] - 5
 
 # %% [markdown]
-# FP8 loses almost no accuracy, because the range of E4M3 covers both the outlier and the other values. In the four-bit
-# formats, most values in the blocks with an outlier become zero. <!-- tests/formats/test_scaling.py -->
+# The formats with E4M3 elements lose almost no accuracy, because the range of E4M3 covers both the outlier and the
+# other values. In the four-bit formats, most values in the blocks with an outlier become zero.
+# <!-- tests/formats/test_scaling.py -->
 #
 # ## Train with rounded matmuls
 #
-# A linear layer has up to three matmuls in a training step. `grad` is the gradient of the output:
+# A linear layer has up to three matmuls in a training step. In the table, `grad` is the gradient of the layer's output:
 #
 # | matmul | computes | shapes | sums over |
 # |---|---|---|---|
@@ -180,10 +179,9 @@ assert at_100["mxfp4"] < at_100["nvfp4"] < alone["nvfp4"] - 5
 # | *dgrad*, the gradient of `x` | `grad @ weight` | (rows, out) @ (out, in) | out |
 # | *wgrad*, the gradient of `weight` | `grad.T @ x` | (out, rows) @ (rows, in) | rows |
 #
-# A matmul adds up products. All products of a block are multiplied by the scale of this block, so our blocks lie along
-# the dimension that the matmul sums over. But each tensor is an operand of two matmuls. For example, the forward
-# matmul sums over *in*, and dgrad sums over *out*. So we round `weight` twice: in blocks along *in* for the forward
-# matmul, and in blocks along *out* for dgrad.
+# A GPU adds up the products of a block, and multiplies this sum by the scale of the block. So our blocks lie
+# along the dimension that the matmul sums over. Each tensor is an operand of two matmuls, so we round it twice. For
+# example, we round `weight` in blocks along *in* for the forward matmul, and along *out* for dgrad.
 #
 # Everything else is in fp32, such as the sums and the weights that the optimizer updates.
 
@@ -224,8 +222,8 @@ def round_matmuls(model, form):
 
 
 # %% [markdown]
-# The model is a [GPT](17_language_model.ipynb#A-small-GPT) of two blocks. The model predicts the next character in the
-# source code of Python's `argparse`. <!-- code -->
+# The model is a [GPT](17_language_model.ipynb#A-small-GPT) of two transformer blocks. It predicts the next character in
+# the source code of Python's `argparse`. <!-- code -->
 
 
 # %%
@@ -241,7 +239,7 @@ def new_gpt():
 
 
 # %% [markdown]
-# With the same seed, two training runs start from the same weights and draw the same batches:
+# The next function trains the model. The seed determines the initial weights and the batches:
 
 
 # %%
@@ -282,12 +280,12 @@ for name, values in last.items():
 _ = figures.loss_from_fp32(losses)
 
 # %% [markdown]
-# The figure shows how far the smoothed loss of each format is above the fp32 loss with the same seed. Each line is
-# the mean over three seeds, and the vertical bars are the range. The grey band shows how much the fp32 loss itself
-# depends on the seed.
+# The figure shows the difference between the loss in each format and the fp32 loss with the same seed, smoothed. Each
+# line is the mean over three seeds, and each vertical bar is the range over the seeds. The grey band shows how much the
+# fp32 loss depends on the seed.
 #
-# Here, the model learns as well in FP8 and MXFP8 as in fp32. In the four-bit formats, it learns slightly less. In FP8
-# without a scale, it learns much less:
+# In `fp8` and `mxfp8`, the model learns as well as in fp32. In the four-bit formats, the loss is slightly higher.
+# Without a scale, the loss is much higher:
 
 # %%
 between_seeds = max(last["fp32"]) - min(last["fp32"])
@@ -298,20 +296,19 @@ for name in ("mxfp4", "nvfp4"):
     assert mean["fp32"] - max(between_seeds, 0.05) < mean[name] < mean["fp8, no scale"] - 0.1
 
 # %% [markdown]
-# **Test a format in a short run before you start a large run.** A format that passes this test can still [fail in a
-# long training run of a large model](https://arxiv.org/abs/2409.12517).
+# **Test a format in a short run before you start a large run.** But a format that passes the short run can
+# still [fail in a long training run of a large model](https://arxiv.org/abs/2409.12517).
 #
 # **Keep some layers in 16 bits**: [embeddings, the head and norms](https://arxiv.org/abs/2412.19437), and layers
-# whose error is large. `rehearse` finds such layers.
+# with a large error.
 #
 # ## Test your own model
 #
-# `rehearse` tests formats on your model. To test a training step, it runs a forward and a backward pass in fp32. Then
-# it tests each format: first on the matmuls of each layer, then on the whole model. <!--
-# tests/formats/test_rehearsal.py -->
+# Our function `rehearse` finds layers with a large error. In each format, it measures the errors of each layer and
+# of the whole model. <!-- tests/formats/test_rehearsal.py -->
 #
-# We call `rehearse` on our GPT. First we make one feature of the second MLP an outlier. We multiply its weights in
-# `up` by a million, and divide its weights in `down` by a million:
+# Before we call `rehearse` on our GPT, we make one hidden feature of the second MLP an outlier. We multiply the weights
+# of this feature by a million in `up`, and divide them by a million in `down`:
 # <!-- tests/formats/test_rehearsal.py -->
 
 # %% tags=["nbval-ignore-output"]
@@ -335,12 +332,12 @@ report
 # A star marks a layer that you should leave in 16 bits:
 # <!-- tests/formats/test_rehearsal.py -->
 #
-# - `blocks.1.up` and `blocks.1.down`: these two layers lose accuracy in all four formats because of the large feature.
-# - `token.weight`: the head and the embedding share this weight. In this run, the output size of the head (88) is not
-#   a [multiple of 16](08g_speed_and_memory.ipynb#A-size-is-not-a-multiple-of-16-or-8).
+# - `blocks.1.up` and `blocks.1.down`: these two layers lose accuracy in all four formats because of the outlier.
+# - `token.weight`, which is also the weight of the head: FP8 and FP4 matmuls need a [multiple of
+#   16](08g_speed_and_memory.ipynb#A-size-is-not-a-multiple-of-16-or-8), but in this run the output size is 88.
 #
-# The *error* rows show the errors of the whole model when only the layers without a star are rounded. One accurate
-# step does not mean that the model learns. To test learning, run `amp-lab rehearse` with `--steps 20`.
+# The two *error* rows show the errors of the whole model in a single step. Layers with a star are not rounded. To test
+# learning, run `amp-lab rehearse` with `--steps 20`.
 # <!-- tests/cli/test_rehearse_command.py -->
 
 # %%
@@ -353,11 +350,11 @@ assert report.formats[1].gradients_off < 2**-4  # the largest rounding error of 
 # %% [markdown]
 # ## Train in FP8 on a GPU
 #
-# Our report ends with code that converts the model with torchao. First check [which GPU supports which
-# format](#Which-GPU-supports-which-format-(optional)). <!-- tests/formats/test_rehearsal.py -->
-# Compile the model as well: without `torch.compile`, FP8 can be [slower than 16
-# bits](https://github.com/pytorch/ao/issues/685). In [torchao's
-# table](https://github.com/pytorch/ao/tree/main/torchao/float8#performance), large layers gain most.
+# Our report ends with code that converts the model with torchao. Before you run this code, check [whether your GPU
+# supports the format](#Which-GPU-supports-which-format-(optional)). <!-- tests/formats/test_rehearsal.py -->
+# Compile the converted model: without `torch.compile`, FP8 can be [slower than 16
+# bits](https://github.com/pytorch/ao/issues/685). FP8 speeds up [large layers
+# most](https://github.com/pytorch/ao/tree/main/torchao/float8#performance).
 #
 # ## Compare with PyTorch's FP8 matmul (optional)
 #
@@ -385,14 +382,13 @@ assert off < 2**-8  # the rounding of the result to bf16
 # ## Sums in 14 bits (optional)
 #
 # Our simulation adds the products in fp32. A Hopper GPU adds FP8 products in [about 14
-# bits](https://arxiv.org/abs/2412.19437). PyTorch has two options. `hopper_matmul` imitates both:
+# bits](https://arxiv.org/abs/2412.19437). PyTorch's FP8 matmul has two modes, and our `hopper_matmul` imitates both:
 # <!-- tests/formats/test_hopper_sums.py -->
 #
 # - `use_fast_accum=True`: the whole sum is in 14 bits.
 # - `use_fast_accum=False`: short parts of the sum are in 14 bits, and the parts are added in fp32.
 #
-# We sum 4096 products twice: first for values with both signs, then for the magnitudes of these values. Which sums
-# will lose more accuracy?
+# We sum 4096 products: first of values with both signs, then of their magnitudes. Which sums will lose more accuracy?
 
 # %%
 rows = torch.randn(2, 16, 4096)
@@ -406,7 +402,8 @@ for kind_of_values, (left, right) in (("both signs", rows), ("one sign", rows.ab
         assert share < 0.01 or (fast and kind_of_values == "one sign")
 
 # %% [markdown]
-# With one sign, the sum keeps growing. Each addition then cuts off the bits that do not fit into 14 bits.
+# With one sign, the sum keeps growing. The larger the sum, the more bits of a product do not fit into 14 bits and are
+# cut off.
 #
 # ## Which GPU supports which format (optional)
 #
@@ -425,7 +422,7 @@ for kind_of_values, (left, right) in (("both signs", rows), ("one sign", rows.ab
 # [CUTLASS](https://github.com/NVIDIA/cutlass/blob/main/media/docs/cpp/blackwell_functionality.md) for MXFP4 and 12.x,
 # and [AMD](https://rocm.docs.amd.com/en/latest/reference/precision-support.html).
 #
-# MI300 uses variants of E4M3 and E5M2 called *fnuz*. In fnuz, the same bits usually represent half the value:
+# MI300 uses *fnuz*, variants of E4M3 and E5M2 in which the same bits usually represent half the value:
 
 # %%
 bits = torch.tensor([0x38], dtype=torch.uint8)
@@ -436,10 +433,10 @@ assert (usual, fnuz, torch.finfo(torch.float8_e4m3fnuz).max) == (1.0, 0.5, 240)
 # %% [markdown]
 # ## Summary
 #
-# - The error of ordinary values depends mostly on the format of the elements. The scales determine which values an
-#   outlier damages.
-# - With outliers 100 times as large as the rest, one scale for the tensor was enough in FP8. In four bits, most values
-#   in the blocks with an outlier became zero.
+# - Without outliers, the error depends mostly on the format of the elements. With an outlier, the values that share its
+#   scale lose accuracy.
+# - With outliers 100 times as large as other values, one scale for the tensor was enough in FP8. In four bits, most
+#   values in the blocks with an outlier became zero.
 # - Do not start a large run in a format that fails in a short test.
 #
 # ## Exercises
