@@ -40,8 +40,8 @@ device, scale = start()  # AMP_LAB_DEVICE and AMP_LAB_SCALE override the choice
 # %% [markdown]
 # ## The idea in five lines
 #
-# An fp32 linear layer under bf16 autocast returns bf16. Rotary embeddings multiply its output by a table of
-# sines and cosines, here in fp32. Before you run this: what is the dtype of the result?
+# Under bf16 autocast, an fp32 linear layer returns bf16. Rotary embeddings multiply this output by a table of
+# sines and cosines. Our table is in fp32. Before you run this: what is the dtype of the result?
 
 # %%
 angles = torch.arange(8)[:, None] * torch.tensor([1.0, 0.1])
@@ -52,15 +52,14 @@ print("from the layer", query.dtype, " after the rotation", rotated.dtype)
 assert (query.dtype, rotated.dtype) == (torch.bfloat16, torch.float32)
 
 # %% [markdown]
-# The product of a bf16 tensor and this fp32 table is in fp32, so parts of a transformer can run in fp32 under
-# autocast.
+# The bf16 output times the fp32 table gives fp32. In this way, parts of a transformer can run in fp32 under autocast.
 #
 # ## A small GPT
 #
 # Our [GPT](../src/amp_lab/models/gpt.py) has these parts:
 #
 # - The *residual stream* begins as the embedding of the tokens, and each block adds to it.
-# - A block consists of causal attention and an MLP, with an RMSNorm before each.
+# - A block consists of causal attention and an MLP, with an RMSNorm before each of the two.
 # - In the attention, rotary embeddings rotate the queries (q) and keys (k), but not the values (v).
 #
 # We train this GPT on the source code of Python's module `argparse`, with one token per character. `lm.split` keeps
@@ -107,8 +106,8 @@ result
 # - **The rotary embeddings**: bf16 queries and keys times fp32 cosines give fp32. The model casts the result back to
 #   bf16 with `.to(x.dtype)`.
 #
-# **Call `.float()` on the logits** before the loss, as `lm.loss_of` does. Otherwise, the loss is less accurate: on
-# CUDA in eager mode, PyTorch [rounds the log-softmax to bf16](09_xray_your_model.ipynb#The-surprise-in-cross-entropy).
+# **Call `.float()` on the logits** before the loss, as `lm.loss_of` does. Otherwise, on CUDA in eager mode, PyTorch
+# [rounds the log-softmax to bf16](09_xray_your_model.ipynb#The-surprise-in-cross-entropy), and the loss is less accurate.
 #
 # **With transformers, choose the dtype when you load a model**: `from_pretrained(…, dtype=…)`.
 #
@@ -118,15 +117,15 @@ result
 # | [LoRA](#Fine-tune-with-LoRA) | bf16 for the base | the base does not change |
 # | generation | bf16, without autocast | half the memory of fp32 |
 #
-# **Do not cast the whole model** with `model.to(torch.bfloat16)`. In a Llama model, this also casts the *rates* of the
+# **Do not cast the whole model** with `model.to(torch.bfloat16)`. In a Llama model, `to` also casts the *rates* of the
 # rotations (the angle per position), so the angles become [wrong in long
 # texts](08b_learning.ipynb#Positions-or-counts-are-wrong-beyond-256). `from_pretrained` leaves the rates in fp32.
 # <!-- tests/notebooks/test_17_language_model.py -->
 #
 # ### One dtype for q, k and v
 #
-# Without `.to(x.dtype)` the rotation would return q and k in fp32, while v is in 16 bits. Under autocast, PyTorch
-# casts q, k and v to one dtype. Outside autocast, attention raises an error:
+# If our model did not cast q and k after the rotation, they would be in fp32, and v in bf16. Under autocast, PyTorch
+# casts all three to one dtype. Outside autocast, attention raises an error:
 
 # %%
 q, v = torch.randn(1, 2, 8, 16), torch.randn(1, 2, 8, 16).bfloat16()
@@ -140,9 +139,6 @@ print("outside:", message)
 assert message.startswith("Expected query, key, and value to have the same dtype")
 
 # %% [markdown]
-# On an NVIDIA GPU, the dtype also affects [which
-# kernel](../docs/compile_and_kernels.md#which-attention-kernel-does-scaled_dot_product_attention-run) runs.
-#
 # ## Train it in each precision
 #
 # We train with three seeds in each precision, and compute each test loss in fp32. Before you run this: what
@@ -176,11 +172,10 @@ print(f"two seeds in fp32 differ by up to {between_seeds:.2g}")
 #
 # The vocabulary of Llama 3 has [128,256
 # entries](https://github.com/pytorch/torchtune/blob/main/torchtune/models/llama3/_model_builders.py). The
-# logits have a value for each token and each entry. Suppose that we train under bf16 autocast in eager mode, use
-# `.float()`, and keep the logits until the backward pass ends. At the peak of the backward pass, four tensors of this
-# shape are in memory:
+# logits have a value for each token and each entry. Suppose that we train under bf16 autocast in eager mode, and call
+# `.float()` on the logits. At the peak of the backward pass, four tensors of the shape of the logits are in memory:
 #
-# - `logits` in bf16 (the fp32 copy that `.float()` made is already freed);
+# - the bf16 logits, if a variable such as `logits` still refers to them (their fp32 copy is already freed);
 # - the log-softmax in fp32;
 # - the gradient of the log-softmax in fp32;
 # - the gradient of the logits in fp32.
@@ -212,7 +207,7 @@ def chunked_loss(hidden, weight, targets, chunks):
 
 
 # %% [markdown]
-# The gradients agree with the usual ones up to rounding, here for 1024 tokens and a vocabulary of 8000:
+# We check that this loss has the same gradients as the usual one, up to rounding:
 
 # %%
 torch.manual_seed(0)
@@ -224,9 +219,9 @@ torch.testing.assert_close(in_chunks, direct, rtol=1e-4, atol=1e-7)
 print(f"fp32 logits: {1024 * 8000 * 4 / 2**20:.1f} MiB, one chunk: {64 * 8000 * 4 / 2**20:.1f} MiB")
 
 # %% [markdown]
-# The logits of one chunk take 2 MiB instead of 31.2 MiB. From torch 2.13 on,
+# The logits of one chunk take 2 MiB instead of 31.2 MiB. From torch 2.13 on, PyTorch can compute a loss in chunks: call
 # [`F.linear_cross_entropy`](https://docs.pytorch.org/docs/2.13/generated/torch.nn.functional.linear_cross_entropy.html)
-# with its argument `options` can compute the loss in chunks too.
+# with the argument `options`.
 # <!-- tests/notebooks/test_17_language_model.py -->
 #
 # ## Fine-tune with LoRA
@@ -238,7 +233,8 @@ print(f"fp32 logits: {1024 * 8000 * 4 / 2**20:.1f} MiB, one chunk: {64 * 8000 * 
 # - **fp32 for the adapters**, because bf16 [can lose small updates](16_low_precision_state.ipynb#Weights-in-bf16). By
 #   default, peft creates fp32 adapters for a 16-bit base.
 #
-# Our layer casts the input and the output of the adapter, so that the layer also works without autocast:
+# Without autocast, a bf16 input does not match the fp32 adapter. So our layer casts the input and the output of the
+# adapter:
 # <!-- tests/notebooks/test_17_language_model.py -->
 
 
@@ -300,15 +296,12 @@ assert dtypes["blocks.0.qkv"] == dtypes["blocks.1"] == torch.bfloat16  # no fp32
 # %% [markdown]
 # Casting the base to bf16 hardly changed the loss, and fine-tuning lowered the loss.
 #
-# With an fp16 base and `GradScaler`, keep the adapters in fp32 too: `scaler.unscale_` [raises an
-# error](../docs/trainers.md#peft-attempting-to-unscale-fp16-gradients) for fp16 adapters.
-#
 # ### What merging loses
 #
-# Merging adds the update to the weight, so that inference needs no adapter. If you store the sum in bf16,
-# each value is rounded.
+# Merging adds the *update* (the scaled product of the adapter's matrices) to the weight, so that inference needs no
+# adapter. If you store the sum in bf16, each value is rounded.
 #
-# We scale the update of one layer, so that its norm is 1, 0.01, 0.001 or 0.0001 times that of the weight. We add the
+# We scale the update of one layer to 1, 0.01, 0.001 and 0.0001 times the norm of the weight. Each time, we add the
 # update to the weight, and round the sum to bf16. Before you run this: how much is left of an update that is 1000
 # times smaller than the weight?
 
@@ -328,16 +321,18 @@ assert arrived[1e-4] < 0.2 < arrived[1e-3] < 0.8
 assert stayed[1e-3] > 0.5
 
 # %% [markdown]
-# Neighbouring [normal bf16 numbers](01_number_formats.ipynb) are 0.4 to 0.8 % apart. If a change is less than half
-# of this distance, rounding restores the old value. Here, this happens to most values if the update is a
-# thousandth of the weight, so a large part of the update is lost. At a hundredth of the weight, the rounding errors
-# nearly cancel, so nearly the whole update is left. To keep the update, **keep the adapter separate, or merge into a
-# copy in fp32**. If the result has to be bf16, compute the sum in fp32, to round only once.
+# Neighbouring [normal bf16 numbers](01_number_formats.ipynb) are 0.4 to 0.8 % apart. If the update of a value is less
+# than half of this distance, rounding restores the old value. Here, an update of 0.001 times the weight is too small
+# for most values, so a large part of the update is lost. With 0.01, some values are rounded up and others down. These
+# errors nearly cancel, so nearly the whole update is left.
+#
+# To keep the update, **keep the adapter separate, or merge into an fp32 copy of the base**. If you need a bf16 weight,
+# compute the sum in fp32 and round only the sum.
 #
 # ## The same prompt, another text
 #
-# We let the model continue 32 prompts in fp32 and in bf16, always with the likeliest character. Where two texts first
-# differ, we measure the gap between the two largest logits in fp32. Before you run this: will the texts in fp32 and
+# We let the model continue 32 prompts in fp32 and in bf16, always with the likeliest character. At the first character
+# that differs, we measure the gap between the two largest fp32 logits. Before you run this: will the texts in fp32 and
 # bf16 agree? <!-- code -->
 
 # %% tags=["nbval-ignore-output"]
@@ -364,14 +359,14 @@ print(f"test loss: {in_fp32:.3f} in fp32, {in_bf16:.3f} in bf16")
 assert abs(in_bf16 - in_fp32) < 0.01
 
 # %% [markdown]
-# A text diverges at a *near tie*: the gap is so small that the rounding to bf16 changes the order of the two
-# logits. The rest of the text can then differ too, because each character depends on those before
-# it. But the model is not worse in bf16 here: the test loss is nearly the same. So compare models by their loss.
+# A text diverges at a *near tie*: the two largest logits are so close that rounding to bf16 changes their order. All
+# later characters can differ, because each character depends on those before it. Here, the test loss is nearly the
+# same, so the model is not worse in bf16. Compare models by their loss, not by their texts.
 #
-# Within one precision, the same prompt can [also give two
+# Even in one precision, the same prompt can [give two
 # texts](https://thinkingmachines.ai/blog/defeating-nondeterminism-in-llm-inference/). With a different batch size or
-# text length, the matrices have different shapes, so a matmul may add its products in a different order. We compute
-# the logits of ten characters, first alone and then at the beginning of a longer text:
+# text length, the matrices have different shapes. A matmul may then add the same numbers in a different order, with
+# different rounding. We compute the logits of ten characters, first alone and then at the beginning of a longer text:
 
 # %% tags=["nbval-ignore-output"]
 for name, limit in (("fp32", 1e-3), ("bf16", 0.5)):
@@ -396,10 +391,7 @@ for name, limit in (("fp32", 1e-3), ("bf16", 0.5)):
 #   chunks.
 # - Load a model in the dtype that you want, and do not cast it afterwards.
 # - LoRA: keep the frozen base in bf16 and the adapters in fp32. If you merge, merge into an fp32 copy of the base.
-# - At near ties, texts can diverge if the precision or the shape of a matmul differs. Compare losses.
-#
-# A model that was trained in bf16 may overflow in fp16. [Notebook
-# 19](19_choose_your_precision.ipynb#Trained-in-bf16,-on-a-GPU-without-it) shows how to check this.
+# - At near ties, texts can diverge if the precision or the shape of a matmul differs. Compare models by their loss.
 #
 # ## Exercises
 #
@@ -414,8 +406,8 @@ exercises = checks_of("17_language_model")
 # %% [markdown]
 # ### 1. How large are the logits?
 #
-# How many GiB do logits in bf16 and their copy in fp32 take together, for 4 sequences of 4096 tokens
-# and a vocabulary of 151,936 entries?
+# A batch has 4 sequences of 4096 tokens, and the vocabulary has 151,936 entries. How many GiB do the bf16 logits and
+# their fp32 copy take together?
 
 # %%
 gibibytes = ...
@@ -453,7 +445,7 @@ exercises.check_agreement(attend)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# Cast q and k down, rather than v up.
+# Cast q and k to the dtype of v.
 #
 # </details>
 #
@@ -468,9 +460,8 @@ exercises.check_agreement(attend)
 #
 # ### 3. A loss in chunks
 #
-# Padding has the target -100 and does not count in the mean. Complete `mean_of_chunks`. It returns the mean
-# cross entropy of `logits` (N, vocabulary) over the targets that are not -100, computed from two chunks of
-# tokens.
+# Complete `mean_of_chunks`. It splits the N tokens into two chunks, and returns the mean cross entropy of `logits`
+# (N, vocabulary). Tokens with the target -100 are padding and do not count in the mean.
 
 
 # %%
@@ -483,8 +474,8 @@ exercises.check_chunked(mean_of_chunks)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# The mean of two means is usually wrong if one chunk has more padding. Add up the sums, and divide by the count. By
-# default, `F.cross_entropy` ignores the target -100.
+# The mean of the chunks' means is usually wrong if one chunk has more padding. Add up the losses of both chunks, and
+# divide by the number of tokens that are not padding. By default, `F.cross_entropy` ignores the target -100.
 #
 # </details>
 #
@@ -502,7 +493,7 @@ exercises.check_chunked(mean_of_chunks)
 # ### 4. Merge without rounding twice
 #
 # Complete `merge`. Its inputs are a base weight in bf16, the fp32 matrices `up` (out, rank) and `down` (rank, in), and
-# their scaling. It returns one weight in bf16, rounded once.
+# their scaling. It returns the merged weight in bf16, rounded only once.
 
 
 # %%
