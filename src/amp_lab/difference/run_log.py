@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from amp_lab.core.autocast_inside import autocast_inside_kernels
 from amp_lab.core.backends import BACKENDS
 from amp_lab.core.errors import AmpLabError
 from amp_lab.core.tensors import LOWER_DTYPES, named_tensors, storage_key, tensors_in
@@ -51,7 +52,13 @@ def record_run(name: str, run: Callable[[], Any], other: RunLog | None = None) -
     has_fastpath = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)  # it would run a whole layer as one op
     try:
-        with torch.no_grad(), torch.random.fork_rng(), recorder.follow_modules(), recorder:
+        with (
+            torch.no_grad(),
+            torch.random.fork_rng(),
+            autocast_inside_kernels(),
+            recorder.follow_modules(),
+            recorder,
+        ):
             torch.manual_seed(0)
             recorder.finish(run())
     except AmpLabError:

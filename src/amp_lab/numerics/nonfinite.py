@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import optimizer as optimizers
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from amp_lab.core.autocast_inside import autocast_inside_kernels
 from amp_lab.core.errors import NumericsError
 from amp_lab.core.tensors import storage_key, tensors_in
 from amp_lab.numerics import op_constants
@@ -114,6 +115,7 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
 
         What removes a hook is put on `self._installed`.
         """
+        self._installed.enter_context(autocast_inside_kernels())
         for name, module in self._model.named_modules():
             self._names[module] = name
             before = module.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True)

@@ -19,6 +19,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_wrapper
 
+from amp_lab.core.autocast_inside import autocast_inside_kernels
 from amp_lab.core.backends import BACKENDS, backend
 from amp_lab.core.errors import DeviceError, TraceError
 from amp_lab.core.remedies import remedy
@@ -160,7 +161,7 @@ def autocast_on(
     block = torch.autocast(device_type, torch.float16, enabled=False, cache_enabled=True)
     block._enabled = enabled
     block.fast_dtype = dtype
-    with block:
+    with autocast_inside_kernels(), block:
         yield
 
 

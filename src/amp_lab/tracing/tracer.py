@@ -181,8 +181,9 @@ class Tracer(TorchFunctionMode):
     def _try_backward(self, result: object) -> None:
         """Run the backward pass too, if the model has an `autograd.Function` of its own.
 
-        Without one, no backward pass fails under autocast if the forward pass did not: torch's own
-        functions compute it in the dtypes of the forward pass. If it fails, one of the attributes
+        Without one, the backward pass does not fail under autocast if the forward pass did not:
+        torch's own functions compute it in the dtypes of the forward pass. An exception is
+        `linalg.pinv`, whose matmul autocast casts. If it fails, one of the attributes
         `without_gradient`, `backward_not_followed` and `error` says why. Raises `ValuesNeeded` if
         it asks for values.
         """
