@@ -20,8 +20,8 @@
 #
 # **What you need.** [Notebook 04](04_fp32_vs_amp.ipynb), for the AMP step. You need no GPU and no data set.
 #
-# The task comes from a tutorial, *Automatic mixed precision training using PyTorch*. We ask whether training with 512
-# images in a batch fits into a GPU with 6 GiB.
+# We ask whether training with 512 images in a batch fits into a GPU with 6 GiB. The question comes from a tutorial,
+# *Automatic mixed precision training using PyTorch*.
 
 # %% tags=["nbval-ignore-output"]
 import functools
@@ -90,7 +90,7 @@ assert data.name == "caltech256"
 
 # %% [markdown]
 # To freeze the backbone, we set `requires_grad=False` for all parameters. Then we create the new head, whose
-# parameters have `requires_grad=True`. How many parameters are left to train, for 256 classes?
+# parameters have `requires_grad=True`. For 256 classes, how many parameters are left to train?
 
 
 # %%
@@ -109,8 +109,8 @@ print(f"{parameters:,} parameters, {trained:,} trained")
 assert trained == 2048 * 256 + 256 == 524_544  # as in the tutorial
 
 # %% [markdown]
-# Before you run the next cell: which numbers in the frozen backbone does a forward pass in training mode
-# still change?
+# A forward pass in training mode still changes some numbers in the frozen backbone. Before you run the next cell: which
+# ones?
 
 # %%
 before = {key: value.clone() for key, value in model.state_dict().items()}
@@ -120,15 +120,14 @@ assert not {k for k, _ in model.named_parameters()} & set(changed)
 assert len(changed) == 3 * 53  # mean, variance and a counter, in each of 53 batch normalisations
 
 # %% [markdown]
-# The running averages of all 53 batch normalisations have changed. In training mode, batch normalisation
-# [by default](https://docs.pytorch.org/docs/stable/generated/torch.nn.BatchNorm2d.html) updates these
-# averages, even if `requires_grad` is off. To keep pretrained averages, put the backbone into evaluation mode
-# (exercise 3). <!-- tests/notebooks/test_exercises.py -->
+# The running averages of all 53 batch normalisations have changed. In training mode, a
+# [`BatchNorm2d`](https://docs.pytorch.org/docs/stable/generated/torch.nn.BatchNorm2d.html) with default settings
+# updates its running averages, even if its parameters have `requires_grad=False`. To keep pretrained averages, put the
+# backbone into evaluation mode (exercise 3). <!-- tests/notebooks/test_exercises.py -->
 #
 # ## Train in each precision
 #
-# The same function trains in FP32 and with AMP. The comment `# AMP` marks the autocast block and the calls of the
-# scaler's methods.
+# The same function trains in FP32 and with AMP.
 
 
 # %%
@@ -146,8 +145,8 @@ def train_step(model, images, targets, optimizer, scaler, dtype):
 
 
 # %% [markdown]
-# Each run creates *one* scaler, which is enabled only in fp16. As in notebook 04, `float32_mode` switches
-# TF32 off in the FP32 run. <!-- tests/core/test_precision.py -->
+# Each run creates *one* scaler, which is enabled only in fp16. `float32_mode` switches TF32 off in the
+# FP32 run. <!-- tests/core/test_precision.py -->
 
 
 # %%
@@ -188,15 +187,16 @@ for precision in precisions:
     assert abs(accuracy - fp32_accuracy) <= 3 * 2**0.5 * error
 
 # %% [markdown]
-# The percentage beside a loss is the difference from FP32. We trained only once in each precision, so a difference of
-# a few percent may come from chance. Here the backbone has random weights. Both accuracies are no better than guessing
-# among four classes.
+# The percentage in brackets is the difference from the FP32 loss. We trained only once in each precision, so a
+# difference of a few percent may come from chance. Here the backbone has random weights, so the accuracies mean little:
+# both are no better than guessing among four classes.
 #
 # ## Count the memory of a step
 #
 # How much memory does a step with 512 images need? We count bytes with a
 # [`TorchDispatchMode`](https://docs.pytorch.org/docs/stable/notes/extending.html). PyTorch calls this mode for
-# operations inside its `with` block, so the mode can inspect the tensors that they return. Our mode does two things:
+# operations inside its `with` block, so the mode can inspect the tensors that these operations return. Our mode does
+# two things:
 #
 # 1. It keeps a dictionary of the *storages* (blocks of memory) of these tensors. When a storage is
 #    freed, its entry disappears.
@@ -227,8 +227,8 @@ class LiveTensors(TorchDispatchMode):
 
 
 # %% [markdown]
-# We count two steps of a new network on random images, because AdamW allocates its state only at the end
-# of the first step. <!-- tests/notebooks/test_06_caltech256_resnet50.py -->
+# We count two steps of a new network on random images. Only the second step has AdamW's state in memory from the
+# start. <!-- tests/notebooks/test_06_caltech256_resnet50.py -->
 
 
 # %%
@@ -249,8 +249,8 @@ def two_steps(batch_size, dtype, device, *, image_size=224, freeze=True):
 # %% [markdown]
 # A real step at batch 512 would take gigabytes, so we use [*fake
 # tensors*](https://docs.pytorch.org/docs/stable/user_guide/torch_compiler/torch.compiler_fake_tensor.html).
-# Under `FakeTensorMode` a layer returns a tensor with the right shape and dtype, but PyTorch neither
-# allocates nor computes its numbers.
+# Under `FakeTensorMode` a layer returns a tensor with the right shape and dtype, but PyTorch does not allocate memory
+# for its numbers or compute them.
 
 
 # %%
@@ -263,8 +263,8 @@ def peak(batch_size, dtype, **options):
 
 
 # %% [markdown]
-# Can we trust fake tensors? For a batch that is small enough to run, fake tensors must give the same
-# count as real tensors, up to 0.1 %:
+# Can we trust fake tensors? For a small batch, we count with real and with fake tensors. The two counts must agree to
+# within 0.1 %:
 
 # %% tags=["nbval-ignore-output"]
 for dtype in (torch.float32, torch.bfloat16):
@@ -276,7 +276,7 @@ for dtype in (torch.float32, torch.bfloat16):
 
 # %% [markdown]
 # Now we count steps with 256 and with 512 images. For AMP we use bf16, which takes as many bytes as fp16.
-# Before you run this: how much will AMP need at batch 512, compared with FP32 at 256 and at 512?
+# Before you run this: how much memory will AMP need at batch 512, compared with FP32 at 256 and at 512?
 
 # %%
 frozen = {
@@ -291,14 +291,14 @@ assert gib["AMP, batch 512"] < 1.1 * gib["FP32, batch 256"]  # twice the batch, 
 assert 0.85 < gib["FP32, batch 512"] / 6 < 1
 
 # %% [markdown]
-# AMP needs only slightly more memory for 512 images than FP32 needs for 256. FP32 with 512 images leaves less
-# than 1 GiB of the 6 GiB. This can be too little: our count does not include, for example, the memory that [CUDA and
-# its libraries](https://docs.pytorch.org/docs/stable/torch_cuda_memory.html) allocate outside of PyTorch.
+# AMP needs only slightly more memory for 512 images than FP32 needs for 256. With 512 images in FP32, less than 1 GiB
+# of the 6 GiB is left. This can be too little: our count does not include, for example, the memory that [CUDA and its
+# libraries](https://docs.pytorch.org/docs/stable/torch_cuda_memory.html) allocate outside of PyTorch.
 #
 # ## Train the backbone too
 #
-# The backward pass ends at the head if the backbone is frozen, so autograd saves no activations inside the backbone.
-# If we train the backbone too, autograd saves its activations, and AdamW allocates state for all weights. Before you
+# If the backbone is frozen, the backward pass ends at the head, so autograd saves no activations inside the backbone.
+# If we train the backbone, autograd saves its activations, and AdamW allocates state for all weights. Before you
 # run this: will a step with AMP and 512 images fit into 6 GiB?
 
 # %%
@@ -358,7 +358,8 @@ exercises = checks_of("06_caltech256_resnet50")
 # %% [markdown]
 # ### 1. The size of a tensor
 #
-# For a batch of 256 images, a convolution returns 128 feature maps of 56x56 per image, in bf16. How many MiB is that?
+# For a batch of 256 images, a convolution returns 128 feature maps of 56x56 per image, in bf16. How many MiB do
+# the maps take?
 
 # %%
 map_mib = ...
@@ -438,8 +439,7 @@ exercises.check_head_mode(head_mode)
 #     return model
 # ```
 #
-# In `train`, you would call `head_mode(model)` instead of `.train()`, because `.train()` switches the whole network to
-# training mode.
+# Call `head_mode(model)` where you would call `model.train()`, which switches the whole network to training mode.
 #
 # </details>
 #
@@ -455,7 +455,7 @@ exercises.check_halved(halved)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# Which dtype does each of them have? Find out whether an op under autocast returned the tensor.
+# For each tensor, ask whether an op under autocast returned it.
 #
 # </details>
 #
@@ -465,8 +465,8 @@ exercises.check_halved(halved)
 # halved = {"activations"}
 # ```
 #
-# You created the images and the weights in fp32. By default, gradients and AdamW's moments have the dtype of their
-# weight. Only the activations are results of ops under autocast. <!-- tests/notebooks/test_exercises.py
+# The images and the weights are created in fp32. By default, PyTorch gives gradients and AdamW's moments the dtype of
+# their weight. Only the activations are results of ops under autocast. <!-- tests/notebooks/test_exercises.py
 # -->
 #
 # </details>
