@@ -64,9 +64,9 @@ assert [row.dtype for row in result.rows] == [torch.float16, torch.float32, torc
 # A tracer like `xray` uses two ideas.
 #
 # **See each op.** PyTorch's
-# [dispatcher](https://docs.pytorch.org/devlogs/dispatcher/2026-04-16-how-does-the-dispatcher-work/) sends an op to
-# autocast before it calls a kernel. While a `TorchDispatchMode` is active, PyTorch calls its `__torch_dispatch__`
-# after autocast, in place of the kernel. So our mode can also record autocast's casts, as ops named `_to_copy`.
+# [dispatcher](https://docs.pytorch.org/devlogs/dispatcher/2026-04-16-how-does-the-dispatcher-work/) sends an op first
+# to autocast, and then to a kernel. While a `TorchDispatchMode` is active, PyTorch calls the mode's
+# `__torch_dispatch__` in place of the kernel. Autocast's casts are ops named `_to_copy`, so the mode sees them.
 # <!-- tests/notebooks/test_09_xray_your_model.py -->
 
 # %%
@@ -95,11 +95,11 @@ class Tracer(TorchDispatchMode):
 
 
 # %% [markdown]
-# **Pretend to have the device.** Autocast's decisions do not depend on values. They depend on the op, its options and
-# its input dtypes. They also depend on the device type and dtype of autocast. A [*fake
-# tensor*](https://docs.pytorch.org/docs/stable/user_guide/torch_compiler/torch.compiler_fake_tensor.html) has a dtype
-# and a device, but no data. So you do not need the device. Without CUDA, `torch.autocast("cuda")` [disables
-# autocast](https://github.com/pytorch/pytorch/blob/main/torch/amp/autocast_mode.py), so `rules_of` sets autocast's
+# **Pretend to have the device.** Autocast's decisions depend on the op, its options, its input dtypes, and on the
+# device type and dtype of autocast. They do not depend on values. So [*fake
+# tensors*](https://docs.pytorch.org/docs/stable/user_guide/torch_compiler/torch.compiler_fake_tensor.html) are enough:
+# they have a dtype and a device, but no data. Without CUDA, `torch.autocast("cuda")` [disables
+# autocast](https://github.com/pytorch/pytorch/blob/main/torch/amp/autocast_mode.py), so the next cell sets autocast's
 # state directly.
 
 
@@ -151,8 +151,9 @@ assert [op for op, *_ in fake_rows].count("_to_copy") == 6
 assert fake_rows[-1] == ("native_layer_norm", ("fp32",) * 3, ("fp32",))
 
 # %% [markdown]
-# Each row is one op. The convolution needs three casts, for its input, weight and bias. The linear layer needs
-# two, because its input is already fp16. The norm runs in fp32, so only its fp16 input needs a cast.
+# Each row is one op. The convolution needs three casts, for its input, weight and bias. The linear layer (`addmm`)
+# needs two, because its input is already fp16. The norm runs in fp32. It needs one cast, because only its input is
+# fp16.
 #
 # We check that a trace under the CPU's rules has the same rows as a real run on the CPU:
 
@@ -165,20 +166,20 @@ assert tracer.rows == trace_on("cpu", net, images.shape)
 # %% [markdown]
 # ## The tool
 #
-# By default, `amp_lab.xray` traces on fake tensors too: <!-- tests/tracing/test_xray.py -->
+# The complete tool, `amp_lab.xray`, prints a table: <!-- tests/tracing/test_xray.py -->
 
 # %%
 xray(net, images, device_type="cuda")
 
 # %% [markdown]
-# This table has a line for each module that computes: <!-- tests/tracing/test_xray_result.py -->
+# The table has a line for each module that computes: <!-- tests/tracing/test_xray_result.py -->
 #
 # - `work` is the module's share of the arithmetic in matmuls and convolutions.
 # - `work in` is the dtype of these matmuls and convolutions.
 # - `other ops in` is the dtype of the other ops.
 #
-# The first line below *Look at* compares the bytes that the casts write with the bytes that smaller results save. With
-# a larger batch, the smaller results save more bytes, but the casts of weights write the same number.
+# In this forward pass, the casts write more bytes than the fp16 results save (see *Look at*). With a larger batch, the
+# results save more bytes, but the casts of weights write the same number.
 #
 # ## Three models, three backends
 #
@@ -215,8 +216,8 @@ def mean_loss(output):
 
 
 # %% [markdown]
-# We trace each model with its loss under the rules of three backends. In one of the nine rows, nearly all of the
-# work stays in fp32. Which row do you expect?
+# We trace each model with its loss under the rules of three backends. In one of the nine traces, nearly all of the
+# work stays in fp32. Which model and backend do you expect?
 
 # %%
 found = {
@@ -254,9 +255,9 @@ _ = figures.dtypes_by_model(grid)
 # %% [markdown]
 # Dark fields are fp32. Compare three ops:
 #
-# - **`batch_norm`** and the `relu_` after it are fp32 on MPS, but the convolutions are fp16. So the ResNet needs
-#   casts from fp16 to fp32 and back.
-# - **`lstm`** is fp32 on MPS, where autocast has no rule for it. So the LSTM keeps the dtype of its input, here fp32.
+# - **`batch_norm`** and the `relu_` after it are fp32 on MPS, but the convolutions around them are fp16. So the ResNet
+#   needs casts from fp16 to fp32 and back.
+# - **`lstm`** has no rule in autocast on MPS. So it keeps the dtype of its input, here fp32.
 # - **`_log_softmax`** in the loss is fp16 on CUDA and MPS, and fp32 on the CPU. The [next
 #   section](#The-surprise-in-cross-entropy) explains why.
 
@@ -273,10 +274,10 @@ assert casts["ResNet-50", "mps"] > 2 * casts["ResNet-50", "cuda"]
 # %% [markdown]
 # ## The surprise in cross-entropy
 #
-# By default, `F.cross_entropy` of class indices calls [`log_softmax`, and then
+# Without label smoothing, `F.cross_entropy` of class indices calls [`log_softmax`, and then
 # `nll_loss`](https://docs.pytorch.org/docs/stable/generated/torch.nn.CrossEntropyLoss.html). Both are on
 # [CUDA's list](https://docs.pytorch.org/docs/stable/amp.html#autocast-op-reference) of ops that run in fp32.
-# Yet the figure shows `_log_softmax` in fp16. We trace `F.cross_entropy` on fp16 logits, without and with
+# Yet in the figure, `_log_softmax` is fp16 on CUDA. We trace `F.cross_entropy` on fp16 logits, without and with
 # `.float()` on the logits:
 
 
@@ -315,11 +316,10 @@ for backend in BACKENDS:
 #    logits](https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/native/LossNLL.cpp), here fp16.
 # 2. This `dtype=` [overrides](https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/autocast_mode.h) autocast's
 #    rule for `log_softmax`, so the result is rounded to fp16.
-# 3. Autocast casts the rounded values to fp32 for `nll_loss`. So the loss is fp32, although the
-#    `log_softmax` was rounded to fp16.
+# 3. Autocast casts the rounded values to fp32 for `nll_loss`. So the loss is fp32, but comes from rounded values.
 #
-# To avoid the rounding, call **`.float()` on the logits.** On the CPU, autocast casts the logits to fp32, because
-# the [CPU's list](https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/autocast_mode.cpp) contains
+# To avoid the rounding, call **`.float()` on the logits.** Autocast on the CPU does this for you, because the [CPU's
+# list](https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/autocast_mode.cpp) of ops that run in fp32 contains
 # `cross_entropy_loss`.
 #
 # ## Will it fit?
@@ -341,12 +341,11 @@ memory
 
 # %% [markdown]
 # Here, AMP makes the activations about half as large. Weights, gradients and optimizer state keep their size. AMP adds
-# copies of the weights (*weights cast by autocast*). The activations take most of the memory, so almost twice the
-# batch fits.
+# copies of the weights (*weights cast by autocast*). The activations take most of the memory, so the largest batch
+# almost doubles.
 #
-# The driver needs memory too. To leave room for the driver, pass for example `reserve=0.1` to `compare_memory`. The
-# command `amp-lab memory` (see below) reserves 10 % by default.
-# <!-- tests/cli/test_tracing_commands.py -->
+# The forecast does not count the memory of the driver. To reserve 10 % of the GPU's memory for the driver, pass
+# `reserve=0.1` to `compare_memory`. <!-- tests/cli/test_tracing_commands.py -->
 
 # %%
 fp32, fp16 = memory["fp32"], memory["fp16"]
@@ -372,8 +371,9 @@ print(*mine.advice, sep="\n")
 assert mine.raised is None  # autocast made no op fail
 
 # %% [markdown]
-# In a terminal, run `pdm run amp-lab xray PACKAGE.MODULE:CALLABLE --input 8,3,224,224 --device cuda`. `amp-lab
-# memory` forecasts the memory. Here we call `amp-lab memory` from Python: <!-- tests/cli/test_tracing_commands.py -->
+# In a terminal, run `pdm run amp-lab xray PACKAGE.MODULE:CALLABLE --input 8,3,224,224 --device cuda`, where `CALLABLE`
+# returns the model. `amp-lab memory` forecasts the memory. Here we call `amp-lab memory` from Python:
+# <!-- tests/cli/test_tracing_commands.py -->
 
 # %%
 command = "memory torchvision.models:mobilenet_v3_small --input 1,3,224,224 --memory 8GiB"
@@ -384,9 +384,9 @@ assert amp_lab_command(command.split()) == 0
 #
 # - Autocast's decisions do not depend on values. So fake tensors show these decisions for a device that you do not
 #   have.
-# - Under autocast on MPS, `batch_norm` runs in fp32. An LSTM layer with an fp32 input also runs in fp32.
-# - In eager mode under autocast on CUDA, XPU and MPS, `F.cross_entropy` of class indices rounds the `log_softmax`
-#   of fp16 logits to fp16. Pass `logits.float()`.
+# - Under autocast on MPS, `batch_norm` and an LSTM layer with an fp32 input run in fp32.
+# - Under autocast on CUDA, XPU and MPS, `F.cross_entropy` rounds the `log_softmax` of fp16 logits to fp16 (class
+#   indices, eager mode). Pass `logits.float()`.
 # - In our forecast, AMP makes the activations smaller. Weights, gradients and optimizer state keep their size.
 #
 # To compare two runs of a model op by op, see [Where do two runs
@@ -507,8 +507,8 @@ exercises.check_gigabytes(gigabytes)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# In the memory table above, which rows are the same in every column? How many numbers for each parameter
-# does SGD with momentum store?
+# In the memory tables, weights, gradients and optimizer state take the same memory in fp32 and bf16. How many
+# numbers for each parameter does SGD with momentum store?
 #
 # </details>
 #
