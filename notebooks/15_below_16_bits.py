@@ -152,8 +152,8 @@ for name in NAMES:
     print(f"{name:<12} {FORMATS[name].bits:>5.2f} bits a value, {alone[name]:.1f} dB")
 
 # %% [markdown]
-# A factor of a million is extreme: in the language models of [LLM.int8()](https://arxiv.org/abs/2208.07339), outliers are
-# up to 20 times as large as other values. We now multiply the column by 100. Which formats still lose accuracy?
+# A factor of a million is extreme: in the language models of [LLM.int8()](https://arxiv.org/abs/2208.07339), outliers
+# are up to 20 times as large as other values. We now multiply the column by 100. Which formats still lose accuracy?
 
 # %% tags=["nbval-ignore-output"]
 usual = normal.clone()
