@@ -275,8 +275,8 @@ def in_mode(precision, function):
 
 # %% [markdown]
 # We time all 52 convolutions of the original MobileNetV2, forward and backward. Only four of them are depthwise
-# with stride 2. Before you run this: what share of the time will these four take in FP32, and what share
-# under autocast? <!-- tests/notebooks/test_05_cifar10_mobilenet.py -->
+# with stride 2. Before you run this: what share of the time will these four take in FP32 and under
+# autocast? <!-- tests/notebooks/test_05_cifar10_mobilenet.py -->
 
 # %% tags=["nbval-ignore-output"]
 kind_times = {}
@@ -307,10 +307,10 @@ assert list(kind_times) == list(KINDS)
 # - the number of finished epochs;
 # - the states of the random number generators, because dropout uses them.
 #
-# We check that a resumed run ends with *the same weights, bit for bit*, as an uninterrupted run.
+# We check that a resumed run ends with the same weights as an uninterrupted run, *bit for bit*.
 #
 # We use a tiny run of 16 steps in fp16, on digits of 8x8 pixels
-# ([`course/tiny_run.py`](course/tiny_run.py)). Its loss scale starts far too high, so the scaler has
+# ([`course/tiny_run.py`](course/tiny_run.py)). The loss scale starts far too high, so the scaler has
 # to lower it in the first steps.
 
 
@@ -518,9 +518,9 @@ exercises.check_mended_loop(mended_loop)
 #
 # ### 4. What can you leave out of this checkpoint?
 #
-# A run in **bf16** uses Adam, a learning-rate schedule and a disabled scaler. Its network has *no* dropout. The
-# resumed run must end with the same weights, bit for bit. Which of these four can you leave out of the checkpoint:
-# `"optimizer"`, `"scheduler"`, `"scaler"`, `"random"`?
+# A run in **bf16** uses Adam, a learning-rate schedule and a disabled scaler. Its network has *no* dropout. A
+# resumed run must end with the weights of an uninterrupted run, bit for bit. Which of these four can you leave out of
+# the checkpoint: `"optimizer"`, `"scheduler"`, `"scaler"`, `"random"`?
 
 # %%
 superfluous = ...  # a set of names
