@@ -101,7 +101,7 @@ result
 # The column `work in` shows the dtype of the matmuls, and `other ops in` shows the dtype of the other ops ([notebook
 # 09](09_xray_your_model.ipynb) explains the table). All matmuls run in bf16. Three parts run in fp32:
 #
-# - **The residual stream**: the embedding is fp32, and bf16 plus fp32 gives fp32.
+# - **The residual stream**: the embedding is fp32, and a bf16 output plus fp32 gives fp32.
 # - **The norms**: their input is the fp32 residual stream.
 # - **The rotary embeddings**: bf16 queries and keys times fp32 cosines give fp32. The model casts the result back to
 #   bf16 with `.to(x.dtype)`.
@@ -114,7 +114,7 @@ result
 # | for | weights | why |
 # |---|---|---|
 # | full fine-tuning | fp32, with autocast | bf16 weights [can lose small updates](16_low_precision_state.ipynb#Weights-in-bf16) |
-# | [LoRA](#Fine-tune-with-LoRA) | bf16 for the base | the base does not change |
+# | [LoRA](#Fine-tune-with-LoRA) | bf16 for the base | training does not update the base |
 # | generation | bf16, without autocast | half the memory of fp32 |
 #
 # **Do not cast the whole model** with `model.to(torch.bfloat16)`. In a Llama model, `to` also casts the *rates* of the
@@ -229,7 +229,7 @@ print(f"fp32 logits: {1024 * 8000 * 4 / 2**20:.1f} MiB, one chunk: {64 * 8000 * 
 # LoRA freezes a weight (the *base*). It adds the scaled product of two narrow matrices (the *adapter*) to
 # the weight, and trains only these matrices. Use these dtypes:
 #
-# - **bf16 for the frozen base**, because the base does not change;
+# - **bf16 for the frozen base**, because training does not update the base;
 # - **fp32 for the adapters**, because bf16 [can lose small updates](16_low_precision_state.ipynb#Weights-in-bf16). By
 #   default, peft creates fp32 adapters for a 16-bit base.
 #
