@@ -179,7 +179,7 @@ xray(net, images, device_type="cuda")
 # - `other ops in` is the dtype of the other ops.
 #
 # In this forward pass, the casts write more bytes than the fp16 results save (see *Look at*). With a larger batch, the
-# results save more bytes, but the casts of weights write the same number.
+# results save more bytes, but the casts of weights do not grow.
 #
 # ## Three models, three backends
 #

@@ -500,8 +500,8 @@ exercises.check_momentum_bytes(o2_bytes, autocast_bytes)
 # ### 2. Repair a renamed call
 #
 # An old program had `torch.cuda.amp.GradScaler(1024.0, growth_interval=500)`. A colleague changed only
-# the name, to `torch.amp.GradScaler(1024.0, growth_interval=500)`. Create a scaler that starts like the
-# old scaler, on the notebook's `device`.
+# the name, to `torch.amp.GradScaler(1024.0, growth_interval=500)`. Create the old scaler with the new class, for
+# the notebook's `device`.
 
 # %%
 moved_scaler = ...
@@ -556,7 +556,7 @@ exercises.check_limits(update_within)
 #
 # ### 4. Two losses, two optimizers
 #
-# With Apex, a GAN used `num_losses=2`. Complete its step with a single scaler. Run backward for both losses. Then step
+# With Apex, a GAN used `num_losses=2`. Complete `step_of_both` with a single scaler: run backward for both losses, step
 # both optimizers, and update the scale once.
 
 
