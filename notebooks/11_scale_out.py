@@ -9,13 +9,12 @@
 # %% [markdown]
 # # Train with AMP on several devices
 #
-# **What you'll do.** Run a plain training loop in several processes, first with
-# `DistributedDataParallel` (DDP), then with FSDP2 (`fully_shard`). Then count the bytes that each process sends
-# and holds.
+# **What you'll do.** Run a plain training loop in several processes, with `DistributedDataParallel` (DDP) and with
+# FSDP2 (`fully_shard`). Count the bytes that each process sends and holds.
 #
 # **What you'll learn.**
 # - why and how closely the losses agree with those of one process;
-# - which precision choices are new: the dtypes in which weights and gradients are sent;
+# - which dtypes you choose for sending weights and gradients;
 # - how all processes agree on the loss scale, and when they do not.
 #
 # **What you need.** [Notebook 02](02_autocast_dtypes.ipynb) for autocast and [notebook
@@ -48,8 +47,8 @@ torch.set_num_threads(1)  # as in every worker
 # %% [markdown]
 # ## The idea in five lines
 #
-# Several processes, called *ranks*, share a batch. Each rank computes a gradient, and the ranks average
-# their gradients. Before you run this: how far is the average from the gradient of the whole batch, in
+# Several processes, called *ranks*, divide a batch. Each rank computes the gradient of its part, and the ranks
+# average these gradients. Before you run this: how far is the average from the gradient of the whole batch, in
 # fp32 and in bf16?
 
 
@@ -71,8 +70,8 @@ assert 1e-3 < off[torch.bfloat16, 2] < off[torch.bfloat16, 64]
 
 # %% [markdown]
 # In fp32, the average equals the gradient of the whole batch up to rounding. In bf16, each addition rounds the sum.
-# Here, the error is larger with 64 ranks than with 2. With several devices, you therefore also choose the dtype in
-# which gradients are sent and added up.
+# With 64 ranks, there are more additions than with 2, so here the error is larger. The dtype in which gradients are
+# sent and added up therefore matters.
 #
 # ## One process
 #
@@ -126,13 +125,13 @@ for name, dtype in PRECISIONS.items():
 # %% [markdown]
 # ## Divide the batch
 #
-# With n processes, each rank takes an n-th of every batch, and the ranks average their gradients.
-# `DistributedSampler` gives each rank its samples. With our seeds, the ranks together get the same batches as the
-# plain loop. Before each further epoch, call `sampler.set_epoch(epoch)`. Otherwise the order stays the same.
+# With n processes, each rank takes an n-th of every batch. `DistributedSampler` gives each rank its samples. With our
+# seeds, the ranks together get the same batches as the plain loop. If you train for several epochs, call
+# `sampler.set_epoch(epoch)` before each one, or every epoch has the same order.
 # <!-- tests/notebooks/test_11_scale_out.py -->
 #
 # [`torchrun`](https://docs.pytorch.org/docs/stable/elastic/run.html) starts several copies of one script. Each copy
-# first joins the *process group*, in which the ranks exchange data.
+# is a rank and first joins the *process group*, in which the ranks exchange data.
 
 
 # %%
@@ -148,7 +147,7 @@ def join(device_type):
 
 
 # %% [markdown]
-# Below, `run_workers` starts our functions under torchrun. <!-- tests/course/test_processes.py -->
+# Our helper `run_workers` starts such functions under torchrun. <!-- tests/course/test_processes.py -->
 #
 # ## DDP
 #
@@ -156,9 +155,8 @@ def join(device_type):
 # DDP averages the gradients with an *all-reduce*, which gives every rank the same result.
 # <!-- tests/notebooks/test_11_scale_out.py -->
 #
-# Our gradients are fp32, so DDP sends them in fp32. A [communication
-# hook](https://docs.pytorch.org/docs/stable/ddp_comm_hooks.html) can cast them first, here to bf16.
-# Comments mark the lines that differ from the plain loop.
+# Our weights are fp32, and so are their gradients. DDP sends the gradients in fp32. A [communication
+# hook](https://docs.pytorch.org/docs/stable/ddp_comm_hooks.html) can cast them before they are sent, here to bf16.
 
 
 # %%
@@ -199,21 +197,20 @@ def train_ddp(config, data, dtype, device, sums_in=torch.float32):
 # ## FSDP2
 #
 # [FSDP2](https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html) divides the model. Each rank holds
-# one *shard* of each weight, with the shard's gradient and optimizer state. In a training step, FSDP2 sends the
-# following for each encoder layer:
+# one *shard* of each weight, with the shard's gradient and optimizer state. With a
+# [`MixedPrecisionPolicy`](https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html), you choose
+# `param_dtype` and `reduce_dtype`. In a training step, FSDP2 sends the following for each encoder layer:
 #
 # | when | what FSDP2 sends | dtype |
 # |---|---|---|
 # | before the layer's forward pass | *all-gather*: every rank gets all shards of the layer's weights | `param_dtype` |
-# | before the layer's backward pass | the same again: FSDP2 frees the gathered weights after the forward pass | `param_dtype` |
+# | before the layer's backward pass | all-gather, because the rank freed the gathered weights after the forward pass | `param_dtype` |
 # | after the layer's backward pass | *reduce-scatter*: every rank gets its shard of the averaged gradients | `reduce_dtype` |
-# | in the optimizer step | nothing: every rank updates its shards | |
 #
-# You choose the dtypes with a
-# [`MixedPrecisionPolicy`](https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html). The shards keep
-# their dtype, here fp32. All our layers compute in `param_dtype`, even the norms, which autocast on CUDA runs in
-# fp32. For the outermost module, set `output_dtype` to fp32, so that the loss is computed in fp32.
-# <!-- tests/tracing/test_sharding.py, tests/notebooks/test_11_scale_out.py -->
+# The shards keep their dtype, here fp32. All our layers compute in `param_dtype`, even the norms. (Autocast on CUDA
+# would run the norms in fp32.) For the outermost module, set `output_dtype` to fp32, so that the loss is computed in
+# fp32.
+# <!-- tests/tracing/test_sharding.py --> <!-- tests/notebooks/test_11_scale_out.py -->
 
 
 # %%
@@ -255,9 +252,9 @@ def train_fsdp(config, data, dtype, device, sums_in=torch.float32):
 # - the dtype of the matmuls, set by autocast or by `param_dtype`;
 # - the dtype in which gradients are summed. <!-- code -->
 #
-# `count_communication` computes how many bytes a rank sends if the ranks form a ring, in which each rank sends to the
-# next. In a ring, an all-reduce is a reduce-scatter followed by an all-gather. So a reduce-scatter or an all-gather
-# sends half as many bytes as an all-reduce. <!-- tests/parallel/test_collectives.py -->
+# `count_communication` computes how many bytes a rank sends. It assumes that the ranks form a ring, in which each rank
+# sends to the next. In a ring, an all-reduce is a reduce-scatter followed by an all-gather. Each of the two sends half
+# of the bytes. <!-- tests/parallel/test_collectives.py -->
 
 
 # %%
@@ -288,8 +285,8 @@ def try_all(config, setups, device_type):
 
 
 # %% [markdown]
-# Before you run this: will the losses on several processes be nearer to those of one process in fp32 or in
-# bf16?
+# Before you run this: in which precision will the losses on several processes be nearer to those of one process,
+# fp32 or bf16?
 
 # %% tags=["nbval-ignore-output"]
 TOLERANCES = {"fp32": 2.0**-14, "bf16": 2.0**-6}
@@ -308,10 +305,10 @@ for n in counts[1:]:
 # %% [markdown]
 # All set-ups have nearly the same losses as one process. In fp32, the losses are far closer than in bf16.
 #
-# **If you keep the size of the global batch (of all ranks together), you can keep the learning rate**. If the loss is
-# a mean over samples and all ranks have equally many, the ranks' average is the gradient of the whole batch. But a
-# model with plain batch norm has different training losses, because each rank normalises over only its part of the
-# batch.
+# The *global batch* is the batch of all ranks together. **If you keep its size, you can keep the learning rate**: the
+# average of the ranks' gradients is the gradient of the global batch. For this, the loss must be a mean over samples,
+# and all ranks need equally many. With plain batch norm, the losses change, because each rank normalises over only its
+# part of the batch.
 # <!-- tests/notebooks/test_11_scale_out.py -->
 #
 # ## What does each rank send and hold?
@@ -332,16 +329,16 @@ _ = figures.sent_bytes(bars, most)
 # %% [markdown]
 # Each bar shows the bytes that a rank sends in a step. The next cell checks these ratios:
 #
-# | set-up | bytes / bytes of DDP in fp32 | why |
+# | set-up | bytes, relative to DDP in fp32 | why |
 # |---|---|---|
 # | DDP, autocast bf16 | 1 | fp32 weights have fp32 gradients |
-# | DDP, bf16 hook | 1/2 | gradients in bf16 |
+# | DDP, autocast bf16, bf16 hook | 1/2 | gradients in bf16 |
 # | FSDP2, fp32 | about 3 x 1/2 | two all-gathers and a reduce-scatter, each half as large as an all-reduce |
 # | FSDP2, bf16, reduce in fp32 | about 1/4 + 1/4 + 1/2 | bf16 halves the two all-gathers |
 # | FSDP2, bf16, reduce in bf16 | about 3 x 1/4 | bf16 halves the reduce-scatter too |
 #
-# In [the first cell](#The-idea-in-five-lines), a sum in bf16 lost more precision with more ranks. So
-# **send weights in bf16, and sum gradients in fp32**.
+# **Send weights in bf16, and sum gradients in fp32.** The layers use bf16 weights, so sending them in bf16 costs no
+# precision. But in [the first cell](#The-idea-in-five-lines), a sum in bf16 lost more precision with more ranks.
 
 # %%
 sent = {name: sum(size for *_, size in parts) for name, parts in bars.items()}
@@ -357,17 +354,17 @@ print(f"FSDP2: each of {most} ranks holds {fsdp_bytes:.0f} bytes for each parame
 assert fsdp_bytes == 16 / most
 
 # %% [markdown]
-# With DDP, every rank holds our whole model in fp32: its weights, its gradients and AdamW's two averages.
+# With DDP, every rank holds four fp32 numbers for each parameter: the weight, the gradient and AdamW's two averages.
 # With FSDP2, each of n ranks holds an n-th of these bytes between two steps.
 #
 # ## One decision about the loss scale
 #
 # With fp16, every rank has its own `GradScaler`, which decides whether to skip the step. If one rank of DDP skips and
-# another does not, the ranks train different models from then on. With DDP and with FSDP2, we put infinities on rank 1
-# only, in one of two places:
+# another does not, the ranks train different models from then on. We try DDP and FSDP2. On rank 1 only, we put
+# infinities in one of two places:
 #
-# - its batch;
-# - one of its gradients, after the ranks have averaged them.
+# - the batch;
+# - a gradient, after the ranks have averaged their gradients.
 #
 # Before you run this: in which of the four cases does rank 0 *not* skip, although rank 1 does?
 
@@ -394,21 +391,21 @@ assert decided[0]["FSDP2", "gradient"][1] == [("all_reduce", 1)]  # what `unscal
 assert decided[0]["DDP", "gradient"][1] == []
 
 # %% [markdown]
-# Rank 0 does not skip with DDP if the gradient overflows after the average.
+# Only one case differs: with DDP, rank 0 does not skip if rank 1's gradient overflows after the average.
 #
-# - **DDP:** if one rank's gradients have inf or NaN before the average, all ranks have inf or NaN after it, so all
+# - **DDP:** if one rank's gradients have inf or NaN before the average, the average has inf or NaN on all ranks. So all
 #   scalers skip the step.
-# - **FSDP2:** `unscale_` shares its overflow flag with all ranks.
+# - **FSDP2:** if `unscale_` finds an overflow on one rank, it tells all ranks.
 #
-# So if the overflow comes from a batch, a plain `GradScaler` is enough with DDP and FSDP2.
+# So if the overflow comes from a batch, a plain `GradScaler` is enough: all ranks skip.
 #
-# If you average gradients yourself, **average them before `unscale_`**, because `unscale_` checks for overflows.
-# Otherwise only the rank with the overflow skips its step. <!-- tests/notebooks/test_exercises.py -->
+# If you average gradients yourself, **average them before `unscale_`**. `unscale_` checks for overflows, so if it runs
+# before the average, only the rank with the overflow skips its step. <!-- tests/notebooks/test_exercises.py -->
 #
 # ## On your own hardware
 #
-# [Several machines](../docs/several_machines.md) shows the commands `amp-lab train` under torchrun and `amp-lab xray …
-# --parallel fsdp`. The second command lists the dtypes in which each parameter is stored, sent and used.
+# `amp-lab xray … --parallel fsdp` lists the dtypes in which each parameter is stored, sent and used. [Several
+# machines](../docs/several_machines.md) shows this command, and `amp-lab train` under torchrun.
 # <!-- tests/cli/test_tracing_commands.py -->
 #
 # With [`torch.distributed.checkpoint`](https://docs.pytorch.org/tutorials/recipes/distributed_checkpoint_recipe.html),
@@ -418,11 +415,10 @@ assert decided[0]["DDP", "gradient"][1] == []
 #
 # ## Summary
 #
-# - With the same global batch, DDP and FSDP2 trained our model like one process, up to rounding.
-# - By default, DDP sends the gradients of fp32 weights in fp32, with or without autocast. A communication hook can
-#   cast them.
+# - With the same global batch, DDP and FSDP2 had the losses of one process, up to rounding.
+# - DDP sends the gradients of fp32 weights in fp32, even under autocast, unless a communication hook casts them.
 # - FSDP2 divides weights, gradients and optimizer state among the ranks. It gathers weights in `param_dtype` and sums
-#   gradients in `reduce_dtype`. Sum in fp32.
+#   gradients in `reduce_dtype`. Set `reduce_dtype` to fp32.
 # - The scalers of all ranks must make the same decision. If you average gradients yourself, average them before
 #   `unscale_`.
 #
@@ -441,7 +437,7 @@ exercises = checks_of("11_scale_out")
 # %% [markdown]
 # ### 1. How much does a rank send?
 #
-# We train an fp32 model of 100 million parameters with DDP on a ring of 8 ranks, under bf16 autocast and without a
+# An fp32 model has 100 million parameters. We train it with DDP and bf16 autocast on a ring of 8 ranks, without a
 # communication hook. How many MB (10^6 bytes) does each rank send in a step?
 
 # %%
@@ -468,9 +464,8 @@ exercises.check_megabytes(megabytes)
 #
 # ### 2. How much does a rank hold?
 #
-# We train an fp32 model of 7 billion parameters with FSDP2 and AdamW on 8 ranks, with `param_dtype=bf16`. How many GB
-# (10^9 bytes) of weights, gradients and optimizer state does a rank hold between two steps, before the gradients are
-# set to None?
+# An fp32 model has 7 billion parameters. We train it with FSDP2 and AdamW on 8 ranks, with `param_dtype=torch.bfloat16`.
+# After a step, before `zero_grad`, how many GB (10^9 bytes) of weights, gradients and optimizer state does a rank hold?
 
 # %%
 gigabytes_per_rank = ...
@@ -490,7 +485,7 @@ exercises.check_per_rank(gigabytes_per_rank)
 # ```
 #
 # Each parameter takes 16 bytes: 4 for the weight, 4 for the gradient and 8 for AdamW's state, all in
-# fp32. The model takes 112 GB, so each rank holds an eighth of it.
+# fp32. All parameters take 112 GB, and each rank holds an eighth.
 #
 # </details>
 #
