@@ -36,9 +36,8 @@ device, scale = start()  # AMP_LAB_DEVICE and AMP_LAB_SCALE override the choice
 # %% [markdown]
 # ## The idea
 #
-# The best precision depends on the hardware, so we measure. `describe_device` times a matmul in each precision,
-# checks how the device rounds, and recommends a precision. <!-- tests/core/test_device.py --> Which precision do you
-# expect for your machine?
+# `describe_device` times a matmul in each precision, checks how the device rounds, and recommends a precision. <!--
+# tests/core/test_device.py --> Which precision do you expect for your machine?
 
 # %% tags=["nbval-ignore-output"]
 report = describe_device(device)
@@ -58,16 +57,17 @@ assert report.values["bf16"].input_bits == 8
 # - **bits**: how many significant bits of an input the matmul uses.
 # - **subnormals**: numbers below the format's normal range. Some devices round them to 0.
 # - **sums**: the largest error that we found in a sum of products, in *ulp*. One ulp is the distance from the
-#   result to the next number of its dtype. In bf16, this distance is much larger than in fp32.
+#   result to the next number of its dtype. One ulp is much larger in bf16 than in fp32, so compare errors in ulp
+#   only within one dtype.
 #
-# `amp-lab doctor` also prints the speed of a matmul in each precision.
+# To see the measured speeds, run `amp-lab doctor`.
 # <!-- tests/core/test_device.py --> <!-- tests/cli/test_cli.py -->
 #
 # ## The decision
 #
 # The choice depends on the formats that a GPU multiplies *fast*, with tensor cores or similar units. `GPUS` lists
-# these formats [with their sources](../src/amp_lab/core/gpus.py). If your GPU is not in the list, look for the same
-# architecture. We print the list, and then write `choose`, which returns a precision:
+# these formats [with their sources](../src/amp_lab/core/gpus.py). The next cell prints them for each architecture
+# and its GPUs. The cell after it defines `choose`, which returns a precision:
 
 # %%
 kinds = {}
@@ -110,12 +110,12 @@ print("T4, a model trained in bf16:", choose(turing, "infer", trained_in="bf16")
 # - **bf16** wherever bf16 is fast. bf16 has nearly the range of fp32, so you can train without a scaler.
 # - **fp16** where only fp16 is fast. To train in fp16, use a scaler. For a model that was trained in bf16, [check
 #   the values first](#Trained-in-bf16,-on-a-GPU-without-it).
-# - **fp32** where neither is fast. Also use fp32, with TF32 off, where accuracy matters more than speed. One example
-#   is a solver.
+# - **fp32** where neither is fast. In a solver, where accuracy matters more than speed, use fp32 with
+#   [TF32](#What-fp32-means) off.
 #
 # For training in 16 bits, use autocast and keep the weights in fp32. For inference in 16 bits, cast fp32 weights
-# once, before the first input. This halves the memory of the weights. Where both formats are fast, fp16 [can be more
-# accurate](18_inference_and_export.ipynb) for inference.
+# once, before the first input. This halves the memory of the weights. In inference, fp16 [can be more accurate than
+# bf16](18_inference_and_export.ipynb) if the values fit.
 #
 # Start with the precision from `choose`, then measure. [`amp-lab
 # advise`](../docs/your_model.md#which-precision-should-i-use-and-what-do-i-write) times the precisions on your
@@ -127,15 +127,14 @@ print("T4, a model trained in bf16:", choose(turing, "infer", trained_in="bf16")
 # - **V100, P100 and GTX 10.** [Install PyTorch 2.14 for CUDA
 #   12.6](../docs/hardware.md#install-another-build-of-torch). [PyTorch 2.15 is not
 #   built](https://github.com/pytorch/pytorch/issues/190385) for these GPUs.
-# - **V100, T4 and RTX 20.** These GPUs [emulate bf16 and have no TF32](../docs/hardware.md#t4-v100-and-rtx-20). Use
-#   fp16.
-# - **MI210 and MI250.** Use bf16. With fp16, PyTorch by default casts [the inputs of the matmuls in the backward pass
-#   to bf16 anyway](https://docs.pytorch.org/docs/stable/notes/numerical_accuracy.html).
-# - **Arc A.** Use bf16. Training in fp16 would need a `GradScaler`. Its `unscale_` uses float64, but Arc A [has no
+# - **V100, T4 and RTX 20.** Use fp16. These GPUs have no TF32 and [emulate
+#   bf16](../docs/hardware.md#t4-v100-and-rtx-20), which can be slower than fp32.
+# - **MI210 and MI250.** Use bf16. In fp16, PyTorch by default casts [the inputs of the matmuls in the backward pass
+#   to bf16](https://docs.pytorch.org/docs/stable/notes/numerical_accuracy.html).
+# - **Arc A.** Use bf16. To train in fp16, you need `GradScaler`, which uses float64. Arc A [has no
 #   float64](https://github.com/pytorch/pytorch/issues/147731).
 #   <!-- tests/notebooks/test_19_choose_your_precision.py -->
-# - **Apple M1 to M4.** Use fp32. In [measurements](../docs/hardware.md#apple), fp16 was hardly faster. bf16 [needs
-#   macOS 14](https://github.com/pytorch/pytorch/issues/139386).
+# - **Apple M1 to M4.** Use fp32. In [measurements](../docs/hardware.md#apple), fp16 was hardly faster.
 # - **CPUs.** Even with AMX, bf16 [can be slower than fp32](../docs/hardware.md#is-bf16-faster-on-this-cpu) for
 #   small layers. Use fp16 only if `amp-lab doctor` shows that it is fast.
 #
@@ -146,8 +145,8 @@ print("T4, a model trained in bf16:", choose(turing, "infer", trained_in="bf16")
 # TF32 can be faster than fp32, but keeps only 11 of the 24 bits of each input. PyTorch has separate settings
 # for convolutions and for matmuls:
 #
-# - **Convolutions** can use TF32 on these GPUs by default. `torch.backends.cudnn.allow_tf32 = False` turns TF32 off.
-# - **Matmuls** use fp32 by default.
+# - **Convolutions**: PyTorch's default allows TF32. `torch.backends.cudnn.allow_tf32 = False` turns TF32 off.
+# - **Matmuls**: PyTorch's default is fp32.
 #   [`torch.set_float32_matmul_precision`](https://docs.pytorch.org/docs/stable/generated/torch.set_float32_matmul_precision.html)
 #   allows a lower precision:
 #
@@ -157,7 +156,7 @@ print("T4, a model trained in bf16:", choose(turing, "infer", trained_in="bf16")
 # | `"high"` | TF32 | fp32 or TF32 |
 # | `"medium"` | TF32 | fp32 or bf16 |
 #
-# The next cell shows the lowest precision that each mode allows. `ieee` means fp32:
+# The next cell prints the lowest precision that each value allows. `ieee` means fp32:
 
 
 # %%
@@ -188,10 +187,10 @@ torch.backends.cudnn.allow_tf32 = kept  # for the next cells; leave this line ou
 # %% [markdown]
 # ### Old and new settings
 #
-# `torch.set_float32_matmul_precision` and `allow_tf32` are old settings. PyTorch also has new ones, such as
-# `torch.backends.cuda.matmul.fp32_precision`. If you set only a new name, PyTorch can raise an error when code reads
-# the old name. For example, [Lightning](https://github.com/Lightning-AI/pytorch-lightning/issues/21256) reads an old
-# setting. We set only the new one:
+# `torch.set_float32_matmul_precision` and `allow_tf32` are old settings. `torch.backends.cuda.matmul.fp32_precision`
+# is a new setting. If you change only the new setting, PyTorch can raise an error when other code, such as
+# [Lightning](https://github.com/Lightning-AI/pytorch-lightning/issues/21256), reads an old setting. The next cell
+# shows the error:
 
 # %%
 matmul = torch.backends.cuda.matmul
@@ -208,14 +207,14 @@ assert mixed
 assert torch.get_float32_matmul_precision() == before
 
 # %% [markdown]
-# To avoid this error, set matmuls only with `torch.set_float32_matmul_precision`, and convolutions only with
-# `torch.backends.cudnn.allow_tf32`.
+# To avoid this error, use only the old settings: `torch.set_float32_matmul_precision` for matmuls and
+# `torch.backends.cudnn.allow_tf32` for convolutions.
 # <!-- tests/notebooks/test_19_choose_your_precision.py -->
 #
 # ## Trained in bf16, on a GPU without it
 #
 # Many language models were trained in bf16, whose largest number is 3.4e38. The largest number of fp16 is only
-# 65504. In the next model, some hidden values are larger. `largest_values` returns the largest magnitude that each
+# 65504. In the next model, some hidden values exceed 65504. `largest_values` returns the largest magnitude that each
 # module computes:
 # <!-- tests/numerics/test_largest_values.py -->
 
@@ -237,29 +236,30 @@ assert not in_fp16.isfinite().all()
 # %% [markdown]
 # In fp16, hidden values such as 2.69e+05 become infinite, so the outputs are not finite either.
 #
-# **Look before you cast**: call `largest_values` with some of your inputs, in fp32 or bf16. As a rule of thumb, each
-# value should be at most half of 65504, because other inputs may give larger values.
+# **Look before you cast**: call `largest_values` for your model in fp32 or bf16, with some of your inputs. As a rule
+# of thumb, each value should be at most half of 65504, because other inputs may give larger values.
 #
-# If a value is larger, run the model in fp32, or use one of two remedies:
+# If a value is too large, run the model in fp32, or use one of two remedies:
 #
-# - **Use fp32 for the layers that compute or receive such values**, and fp16 for the rest. Cast the hidden values to
-#   fp32 before the first of these layers, and back to fp16 after the last.
+# - **Use fp32 for the layers that compute or receive large values**, and fp16 for all other layers. Cast to fp32
+#   before the layers in fp32, and back to fp16 after them.
 # - **Make the values between two linear layers smaller** (exercise 4). Divide the weight and bias of the first layer
 #   by a power of two, and multiply the weight of the second layer by the same power. The second weight must still fit
-#   in fp16. This works with a ReLU between the layers, but not with a GELU. <!--
+#   in fp16. With a ReLU between the layers, the outputs stay the same. A GELU changes them. <!--
 #   tests/notebooks/test_19_choose_your_precision.py -->
 #
 # ## What other frameworks call it
 #
-# In the table below, other frameworks have three kinds of settings:
+# The frameworks in this section have three kinds of settings:
 #
-# - **Mixed**, such as `bf16-mixed`, usually means autocast. The weights then stay in the dtype in which they were
-#   created or loaded, usually fp32.
+# - **Mixed**, such as `bf16-mixed`, usually means autocast. Autocast leaves the weights in the dtype in which they
+#   were created or loaded, usually fp32.
 # - **True**, such as `bf16-true`, means that the weights are cast, here to bf16.
 # - **A dtype without *mixed* or *true*** can mean either: `bf16=True` in transformers usually means mixed, but
 #   `bfloat16` in Keras means true.
 #
-# To see what a setting does, we look at the dtypes in a training step, first without a framework:
+# To see what a setting does, we look at the dtypes in a training step, first without a framework. *State* is the
+# optimizer's state:
 
 
 # %%
@@ -313,8 +313,7 @@ assert set(rows["model.to(bfloat16)"]) == {"bfloat16"}
 # %% [markdown]
 # A cast model has no fp32 weights, so rounding can remove small updates ([notebook 16](16_low_precision_state.ipynb)).
 #
-# We found the dtypes in other frameworks in the same way, on a CPU. *State* is the optimizer's state. *Fabric* is
-# Lightning without its Trainer:
+# We found the dtypes in other frameworks in the same way, on a CPU. *Fabric* is Lightning without its Trainer:
 # <!-- tests/notebooks/test_19_choose_your_precision.py -->
 #
 # | setting | weights | matmuls | gradients | state | outputs |
@@ -331,18 +330,18 @@ assert set(rows["model.to(bfloat16)"]) == {"bfloat16"}
 # | Keras `mixed_bfloat16` | fp32 | bf16 | fp32 | fp32 | bf16 |
 # | Keras `bfloat16` | bf16 | bf16 | bf16 | bf16 | bf16 |
 #
-# accelerate (which transformers uses) and Fabric wrap the model. The wrapper casts the outputs to fp32. Lightning's
-# Trainer calls the model without a wrapper here, so the outputs stay in bf16.
+# accelerate (which transformers uses) and Fabric wrap the model, and the wrapper casts the outputs to fp32. In
+# Lightning's `training_step`, we call the model without a wrapper, so the outputs stay in bf16.
 #
-# In version 5 of transformers, by default `from_pretrained` loads a model **in the dtype that its config names**. To
-# fine-tune with fp32 weights, pass `dtype=torch.float32`. See also [Trainers, master weights and
+# In transformers 5, `from_pretrained` loads a model **in the dtype that its config names**, unless you pass `dtype`.
+# To fine-tune with fp32 weights, pass `dtype=torch.float32`. See also [Trainers, master weights and
 # checkpoints](../docs/trainers.md).
 # <!-- tests/notebooks/test_19_choose_your_precision.py -->
 #
 # ## Summary
 #
-# - Start with bf16 where bf16 is fast. Where only fp16 is fast, start with fp16. On other hardware, start with fp32.
-#   Then measure your model.
+# - Start with bf16 where it is fast, with fp16 where only fp16 is fast, and with fp32 on other hardware. Then measure
+#   your model.
 # - By default, fp32 matmuls run in fp32, but on an NVIDIA GPU with TF32, fp32 convolutions can run in TF32.
 # - Before you cast a bf16 model to fp16, look at its largest values.
 # - In the table above, a "mixed" setting leaves fp32 weights in fp32, and a "true" setting casts them.
@@ -384,7 +383,7 @@ exercises.check_cases(answers)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# Find the GPU or CPU in the lists that we printed.
+# For a GPU, find its architecture in the first list that we printed. Then find the precision in the second list.
 #
 # </details>
 #
@@ -444,7 +443,7 @@ exercises.check_bits(bits_left)
 #
 # ### 3. What comes out
 #
-# With each setting, in which dtype does a model on a CPU return its outputs? Answer with "fp32" or "bf16".
+# On a CPU, in which dtype does a model return its outputs with each setting? Answer with "fp32" or "bf16".
 
 # %%
 outputs = {
@@ -478,8 +477,9 @@ exercises.check_outputs(outputs)
 # ### 4. Make it fit
 #
 # The model is a `Sequential` with two linear layers and a ReLU between them. With the input `x`, the first layer
-# returns values beyond ±1024. Complete `scale_down`, which changes the model in place: move a power of two from the
-# first linear layer to the last. Use the smallest power that brings the outputs of the first layer within ±1024.
+# returns values beyond ±1024. Complete `scale_down`, which changes the model in place: divide the first layer by a
+# power of two, and multiply the weight of the last layer by it. Use the smallest power that brings the outputs of the
+# first layer within ±1024.
 
 
 # %%
