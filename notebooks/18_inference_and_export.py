@@ -77,9 +77,10 @@ assert changed < 0.02 * len(tests)
 #   know which parts need fp32.
 # - **Cast once**: cast the weights to 16 bits before the first call. This halves the memory of the weights. Use this
 #   if the model only runs inference.
-# - **Compile** the model in either case, to fuse small ops.
+# - **Compile**: `torch.compile` fuses small ops. Use it in fp32, under autocast, or with weights that are cast once.
 #
-# We write a function for each of the first two ways. A third function compares outputs with those in fp32:
+# The next cell defines a function for autocast, a function for weights that are cast once, and `quality`, which
+# compares outputs with those in fp32:
 
 
 # %%
@@ -99,8 +100,8 @@ def quality(logits):
 
 
 # %% [markdown]
-# The next cell also compiles the model, in fp32 and in bf16, and casts a copy to fp16. For each way, the cell prints
-# the relative error of the outputs (*off*) and the number of changed decisions:
+# The next cell compiles the model in fp32 and in bf16, and casts a copy to fp16. For each way, the cell prints the
+# relative error of the outputs (*off*) and the number of changed decisions:
 
 # %% tags=["nbval-ignore-output"]
 compiled = {"fp32 compiled": torch.compile(model), "bf16 compiled": torch.compile(cast_once)}
@@ -121,7 +122,7 @@ assert quality(outputs["fp16 cast once"])[0] < quality(outputs["bf16 cast once"]
 # the values of a model that was trained in bf16 [may not
 # fit](19_choose_your_precision.ipynb#Trained-in-bf16,-on-a-GPU-without-it).
 #
-# How fast is each way? We time a call in fp32 and bf16, with one image and with 256 images:
+# How fast is each way? We leave out fp16, and time a call with one image and a call with 256 images:
 
 # %% tags=["nbval-ignore-output"]
 for batch in (1, 256):
@@ -133,15 +134,15 @@ for batch in (1, 256):
     assert not times.ratio("fp32 compiled", "bf16 compiled").is_above(40)
 
 # %% [markdown]
-# The columns are the time of a call and its speed-up over fp32, with the uncertainty in brackets. On our two CPU
-# cores, bf16 was slower than fp32 for a single image. With 256 images, bf16 was faster than fp32, both in eager mode
-# and compiled.
+# The columns are the time of a call and its speed-up over the first row, with the uncertainty in brackets. On our two
+# CPU cores, bf16 was slower than fp32 for a single image. With 256 images, bf16 was faster than fp32, both in eager
+# mode and compiled.
 #
 # ## Which decisions change?
 #
 # The *gap* of an image is the difference between its two largest logits in fp32. bf16 changes this difference.
-# The second class can overtake the first only if the change is at least as large as the gap. For each image, we
-# draw the gap and the change:
+# The second-best class can overtake the best class only if the change is at least as large as the gap. For each
+# image, we draw the gap and the change:
 
 # %% tags=["nbval-ignore-output"]
 best = in_fp32.topk(2, dim=1)
@@ -162,7 +163,7 @@ for name in ("bf16 autocast", "bf16 cast once"):
 
 # %% [markdown]
 # Each image has a point for autocast and a point for weights cast once. On the dashed line, the change is as large as
-# the gap. Below the line, the second class cannot overtake the first.
+# the gap. Below the line, the second-best class cannot overtake the best class.
 #
 # Draw this figure for your model and a few hundred real inputs, and count the changed decisions. If no decision
 # changes and all points stay well below the line, the precision is accurate enough for these inputs.
@@ -181,19 +182,19 @@ print(refused[:100])
 assert refused
 
 # %% [markdown]
-# **Outputs**: cast them to fp32 with `.float()` before you compute with them. For example, if you compute similarities
-# of embeddings in bf16, many similarities near 1 become equal, so a search cannot rank them.
+# **Outputs**: cast them to fp32 with `.float()` before you compute with them. For example, a search that computes
+# similarities of embeddings in bf16 cannot rank many similarities near 1, because they become equal.
 # <!-- tests/notebooks/test_18_inference_and_export.py -->
 #
-# **Weights**: if you change the weights for inference, for example to fold a batch norm (exercise 4), do so in fp32
-# and cast them afterwards. They are then rounded only once.
+# **Weights**: before you cast the weights, make all other changes to them, such as folding a batch norm (exercise 4).
+# The weights are then rounded only once.
 # <!-- tests/notebooks/test_18_inference_and_export.py -->
 #
 # ## What torch.compile changes
 #
 # `torch.compile` compiles a function at its first call. At a later call it may compile the function again, for
-# example if the inputs have another shape. To count the compilations, we write a *backend*: a function that receives
-# each graph of ops to compile.
+# example if the inputs have another shape. To count the compilations, we write a *backend*: a function that
+# `torch.compile` calls in each compilation.
 
 
 # %%
@@ -217,7 +218,7 @@ counted(images[:7])
 compilations["with gradients"] = len(graphs)
 
 # %% [markdown]
-# Before you run this: which of these calls caused a compilation?
+# Before you run the next cell: which of the calls above caused a compilation?
 
 # %%
 for call, count in compilations.items():
@@ -225,24 +226,20 @@ for call, count in compilations.items():
 assert list(compilations.values()) == [1, 2, 2, 3, 4, 5]
 
 # %% [markdown]
-# The second compilation treats the batch size as variable, so the compiled code also works for a batch of 6. The batch
-# of 1, the calls under autocast and the calls with gradients also cause compilations. To avoid compilations while you
-# serve requests:
+# The second compilation treats the batch size as variable, so a batch of 6 needs no compilation. But a batch of 1,
+# autocast and gradients each cause one. To avoid compilations while you serve requests:
 #
 # - Always use the same gradient mode and autocast state.
-# - Before the first request, make one call with each batch size that you will serve. Pad smaller batches to one of
-#   these sizes.
+# - Choose the batch sizes that you will serve, and pad each batch to one of these sizes. Make one call with each size
+#   before the first request.
 #
 # After these calls, `torch.compiler.set_stance("fail_on_recompile")` turns another compilation into an error.
 # <!-- tests/notebooks/test_18_inference_and_export.py -->
 #
-# In bf16, compiled and eager outputs can differ, because compiled code [can round less
-# often](../docs/compile_and_kernels.md#why-do-compiled-and-eager-outputs-differ-in-bf16).
-#
 # ## Export
 #
-# `torch.export` turns a model into a *program*: a graph of ops with the weights. Does the program use autocast? We
-# export a layer inside an autocast block:
+# `torch.export` turns a model into a *program*: a graph of ops with the weights. If we export a layer inside an
+# autocast block, does the program return bf16?
 
 # %%
 layer, x = nn.Linear(256, 256), torch.randn(4, 256)
@@ -252,10 +249,9 @@ print("exported inside autocast, it returns", program.module()(x).dtype)
 assert program.module()(x).dtype is torch.float32
 
 # %% [markdown]
-# The program computes in fp32, because `torch.export` does not record an autocast block around the call. So **cast
-# first**: a program that you export from a bf16 model has bf16 weights. We export our bf16 model, save the program and
-# load it again. The program accepts any batch size, because we pass `Dim.AUTO` and an example with at least two
-# images:
+# The program computes in fp32, because `torch.export` does not record an autocast block around the call. For a program
+# in bf16, **cast the model first**. We export our bf16 model, save the program and load it again. The program accepts
+# any batch size, because we pass `Dim.AUTO` and an example with at least two images:
 # <!-- tests/notebooks/test_18_inference_and_export.py -->
 
 # %% tags=["nbval-ignore-output"]
@@ -272,8 +268,8 @@ with torch.inference_mode():
 print(f"{len(file.getvalue()) / 1024:.0f} KiB, and the same outputs for {len(from_file)} images")
 
 # %% [markdown]
-# For other engines, export **ONNX**. On a CPU, ONNX Runtime refuses convolutions in bf16, so we export in
-# fp16. <!-- tests/train/test_export.py --> We compare the decisions with those of torch in fp32:
+# To run the model without torch, export it to **ONNX**. On a CPU, ONNX Runtime refuses convolutions in bf16, so we
+# export in fp16. <!-- tests/train/test_export.py --> We compare the decisions with those of torch in fp32:
 
 # %% tags=["nbval-ignore-output"]
 try:
@@ -294,10 +290,11 @@ else:
 # ## Eight bits and fewer
 #
 # A large language model that generates a single text [usually spends most of its
-# time](https://pytorch.org/blog/accelerating-generative-ai-2/) on reading weights. Weights in eight bits can be read
-# faster than weights in bf16, because they take about half the memory.
+# time](https://pytorch.org/blog/accelerating-generative-ai-2/) on reading weights. Weights in eight bits take about
+# half the memory of weights in bf16, so they can be read faster.
 #
-# Here `quantize` rounds the weights and returns them in fp32, so we see only the effect of the rounding:
+# Here `quantize` rounds the weights and returns them in fp32, so we see only the effect of the rounding. *Rowwise*
+# means that each row of weights has a scale:
 
 # %% tags=["nbval-ignore-output"]
 far = {}
@@ -322,18 +319,18 @@ assert far["fp8-rowwise"] < far["nvfp4"]
 # [torchao](https://github.com/pytorch/ao/tree/main/torchao/quantization) stores the weights of a model's
 # linear layers in fewer bits: <!-- tests/notebooks/test_18_inference_and_export.py -->
 #
-# - `quantize_(model, Int8WeightOnlyConfig())` stores the weights in INT8. With `Float8WeightOnlyConfig()`, they are
-#   stored in FP8.
-# - `Float8DynamicActivationFloat8WeightConfig()` also casts the activations, so that the matmul runs in FP8.
-#   This config needs a GPU that supports FP8.
+# - `quantize_(model, Int8WeightOnlyConfig())` stores the weights in INT8.
+# - `Float8WeightOnlyConfig()` stores them in FP8.
+# - `Float8DynamicActivationFloat8WeightConfig()` stores the weights in FP8 and also casts the activations, so that the
+#   matmul runs in FP8. This config needs a GPU that supports FP8.
 #
 # [Notebook 15](15_below_16_bits.ipynb) explains the formats.
 #
 # ## Summary
 #
 # - Count changed decisions, and look at the gap between the two best classes.
-# - For inference, cast the weights once. Cast fp32 inputs too, and cast the outputs to fp32 before you compute with
-#   them.
+# - For inference, cast the weights once, and fp32 inputs at each call. Cast the outputs to fp32 before you compute
+#   with them.
 # - `torch.compile` can compile again if the batch size, the autocast state or the gradient mode changes.
 # - `torch.export.export` does not record autocast around the call, so cast first, then export.
 #
@@ -352,8 +349,8 @@ exercises = checks_of("18_inference_and_export")
 # %% [markdown]
 # ### 1. How large is it?
 #
-# A language model has 8 billion parameters (8e9) in INT8. Each row of 4,096 weights shares a scale in fp32. How many
-# GiB (2^30 bytes) do the weights take?
+# A language model has 8 billion weights (8e9) in INT8. Each row of 4,096 weights shares a scale in fp32. How many GiB
+# (2^30 bytes) do the weights and scales take?
 
 # %%
 gibibytes = ...
