@@ -60,7 +60,7 @@ assert weight == 1
 # ## Bytes per parameter
 #
 # `forecast_memory` counts the bytes of weights, gradients and optimizer state. We call it for two linear layers in
-# fp32 and in bf16, with several optimizers:
+# fp32 and in bf16. AdamW's state has the dtype of the weights, eight bits or four bits:
 # <!-- tests/tracing/test_training_step.py --> <!-- tests/tracing/test_memory.py -->
 
 # %%
@@ -98,14 +98,13 @@ assert sum(held["bf16"].values()) == 8
 assert 6 < sum(held["bf16, 8-bit AdamW"].values()) < 6.1
 
 # %% [markdown]
-# Does a model learn as well with fewer bytes? We first test weights in bf16, then an optimizer state in fewer
-# bits.
+# Does a model learn as well with fewer bytes?
 #
 # ## Weights in bf16
 #
 # Adam stores two moments for each weight: the *mean* (a moving average of the gradients) and the *second moment* (a
 # moving average of their squares). We write our own Adam, so that we can change two things: how an update is added to
-# a weight, and how the moments are stored. At first, both moments are in fp32.
+# a weight, and how the moments are stored. In this section, both moments are in fp32.
 
 
 # %%
@@ -134,18 +133,19 @@ class Adam:
 
 
 # %% [markdown]
-# The simplest way to add an update is to round the sum to the nearest number of the weight's dtype, as
-# `weight += update` does. In bf16, small updates are then lost. We compare three other ways:
+# `weight += update` rounds the sum to the nearest number of the weight's dtype, so a bf16 weight loses small
+# updates. We compare rounding to nearest with three other ways to add an update:
 # <!-- code -->
 #
-# - [**Stochastic rounding**](https://arxiv.org/abs/2010.06192) rounds up or down at random. A sum that lies three
-#   tenths of the way to the next number is rounded up in three cases out of ten.
-# - **Kahan summation** stores the error of the last rounding in a second bf16 number for each weight. The next step
-#   adds this error to its update.
+# - [**Stochastic rounding**](https://arxiv.org/abs/2010.06192) rounds up or down at random. The nearer a sum is
+#   to the upper number, the more often it is rounded up, so on average no update is lost.
+# - **Kahan summation** stores the rounding error of each update in a second bf16 number for each weight, and adds
+#   this error to the next update.
 # - **fp32 masters** are a copy of the weights in fp32. The optimizer updates this copy, then casts it to bf16.
 #
-# A bf16 number is the upper 16 bits of an fp32 number. `stochastic` adds random bits to the lower 16 bits, and then
-# sets the lower 16 bits to zero. If the addition carries a 1 into the upper bits, the result is the next bf16 number.
+# A bf16 number is the upper 16 bits of an fp32 number. The function `stochastic` in the next cell adds random bits to
+# the lower 16 bits, and then sets the lower 16 to zero. If the addition carries a 1 into the upper bits, the result
+# is the next bf16 number.
 # <!-- code -->
 
 
@@ -187,7 +187,7 @@ class Kahan:
 
 
 # %% [markdown]
-# Now we train a network on scikit-learn's handwritten digits in each of these ways, with a small learning rate:
+# We will train this network on scikit-learn's handwritten digits:
 
 
 # %%
@@ -242,8 +242,8 @@ WAYS = {
 
 
 # %% [markdown]
-# We train in each way with three seeds, and print the mean loss of the last 20 steps. Before you run this: in which
-# ways will the network learn as fast as in fp32?
+# We train in each way with three seeds and a small learning rate, and print the mean loss of the last 20 steps. Before
+# you run this: in which ways will the network learn as fast as in fp32?
 
 # %% tags=["nbval-ignore-output"]
 losses = {}
@@ -260,14 +260,13 @@ for cured in ("bf16, stochastic", "bf16, Kahan", "bf16, masters"):
     assert lag < 0.1 * (min(at_the_end(losses["bf16, nearest"])) - of_fp32)
 
 # %% [markdown]
-# For each way in bf16, the figure shows the loss minus the fp32 loss with the same seed. The lines are means over
-# three seeds, and the bars show the range of the seeds.
+# The figure shows, for each way in bf16, the loss minus the fp32 loss with the same seed. A line is the mean over the
+# seeds, and a bar is their range.
 #
 # Here, with rounding to nearest, the network with bf16 weights learns far more slowly than in fp32. With the
 # three other ways it learns about as fast as in fp32.
 #
-# PyTorch's AdamW rounds to nearest. If you convert a model with `.bfloat16()`, AdamW can therefore leave weights
-# unchanged:
+# PyTorch's AdamW rounds to nearest, so it can lose the updates of a model that you converted with `.bfloat16()`:
 
 # %%
 weight = torch.ones(8, dtype=bf16, device=device, requires_grad=True)
@@ -278,8 +277,8 @@ assert (weight == 1).all()  # below 1 the spacing of bf16 is 2^-8; 0.001 is less
 # %% [markdown]
 # ## State in fewer bits
 #
-# A second moment in bf16 has the same problem as a weight in bf16. If the gradient is 0, the second moment should
-# shrink by 0.1 % in each step (with a beta2 of 0.999):
+# A bf16 second moment loses small changes, as a bf16 weight does. With Adam's usual beta2 of 0.999, a step with
+# a gradient of 0 should shrink the second moment by 0.1 %:
 
 # %%
 square = torch.tensor(1.0, dtype=torch.bfloat16)
@@ -289,13 +288,13 @@ print(f"after a thousand steps without a gradient: {square.item()}; in fp32 {0.9
 assert square == 1
 
 # %% [markdown]
-# The second moment does not shrink. Adam divides by the root of the second moment, so the steps after a large gradient
-# stay too small.
+# The second moment does not shrink, so after a large gradient it stays large. Adam divides by the root of the second
+# moment, so the next updates are too small.
 #
-# Now we round both moments to eight or four bits, in blocks with an fp32 scale. Moments of tensors with fewer
-# than 4,096 values stay in fp32. This limit and the block sizes are those of
-# [torchao](https://github.com/pytorch/ao/blob/main/torchao/optim/adam.py). To keep the code short, we store the
-# rounded values in fp32, so our code saves no memory. We compare three formats:
+# Now we round both moments to eight or four bits, in blocks with an fp32 scale. As in
+# [torchao](https://github.com/pytorch/ao/blob/main/torchao/optim/adam.py), a block has 256 values of eight bits or 128
+# of four, and moments of tensors with fewer than 4,096 values stay in fp32. Our code stores the rounded values
+# in fp32, so it saves no memory. We compare three formats:
 # <!-- tests/formats/test_scaling.py -->
 #
 # - *INT8*: evenly spaced numbers from -127 to 127, for both moments;
@@ -359,7 +358,8 @@ for name in ("INT8, no zero", "4 bits, no zero"):
 
 # %% [markdown]
 # Here, with INT8 the loss becomes NaN. With the other formats, even with four bits, the final loss is near the fp32
-# loss. Why does INT8 fail? We square a gradient, and count how many squares become 0 in each 8-bit format:
+# loss. Why does INT8 fail? The second moment averages squared gradients. We square one gradient, and count how many
+# squares become 0 in each 8-bit format:
 
 # %% tags=["nbval-ignore-output"]
 torch.manual_seed(0)
@@ -374,14 +374,13 @@ for name, store in (("INT8", int8), ("INT8, no zero", without_zero(8))):
 assert zeros["INT8"] > 0.1 > zeros["INT8, no zero"] == 0
 
 # %% [markdown]
-# INT8 stores a large share of the squares as 0. Adam divides the mean by the root of the second moment,
-# plus epsilon (1e-8). Where the stored second moment is 0, the next divisor depends only on the new gradient. If the
-# new gradient is small, the divisor is small too. The mean can still include larger gradients, so the step can be too
-# long. The update can then become so large that the loss becomes NaN. The format without a zero stores a small square
-# as its smallest number.
+# INT8 stores a large share of the squares as 0. Adam divides the mean by the root of the second moment. If the stored
+# second moment is 0 and the next gradient is small, this root is small. The mean can still include earlier, larger
+# gradients, so the update can become so large that the loss becomes NaN. The format without a zero stores a small
+# square as its smallest number, so the root stays larger.
 #
-# [torchao's low-bit optimizers](https://github.com/pytorch/ao/tree/main/torchao/optim) store the state in few
-# bits. If the weights are in bf16, set `bf16_stochastic_round=True`:
+# [torchao's low-bit optimizers](https://github.com/pytorch/ao/tree/main/torchao/optim) store the state in eight or
+# four bits. If your weights are in bf16, turn on stochastic rounding:
 #
 # ```python
 # from torchao.optim import AdamW8bit
@@ -395,8 +394,8 @@ assert zeros["INT8"] > 0.1 > zeros["INT8, no zero"] == 0
 #   in bf16 with 8-bit state.
 # - With rounding to nearest, a bf16 weight does not change if the update is less than half of the
 #   distance to the next bf16 number.
-# - Stochastic rounding, Kahan summation (2 more bytes) and fp32 masters (4 more bytes) each fixed this
-#   problem here.
+# - Stochastic rounding, Kahan summation (2 more bytes for each weight) and fp32 masters (4 more bytes) each
+#   fixed this problem here.
 # - For Adam's state, eight or even four bits were enough here if the format stored no square as zero.
 #
 # ## Exercises
@@ -412,8 +411,8 @@ exercises = checks_of("16_low_precision_state")
 # %% [markdown]
 # ### 1. Move a weight
 #
-# We add an update to a bf16 weight of 0.75, and round the sum to nearest. How large must the update be to change the
-# weight? Give the bound.
+# We add an update to a bf16 weight of 0.75, and round the sum to nearest. Above which size does the update change the
+# weight?
 
 # %%
 bound = ...
@@ -489,8 +488,8 @@ exercises.check_bytes(bytes_each)
 #
 # ### 4. Store squares without a zero
 #
-# Complete the function. The step of a row is a 256th of the largest value in the row. Round each positive square to
-# the nearest multiple of the step of its row. If the result is zero, use one step.
+# Complete the function. It stores each positive square as a multiple of its row's *step*, which is a 256th of the
+# largest value in the row. Round to the nearest multiple. If the result is zero, use one step.
 
 
 # %%
