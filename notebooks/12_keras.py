@@ -17,7 +17,7 @@
 # - how a policy differs from autocast, and why the last layer should stay in float32;
 # - when `compile` adds a loss scale, and when you have to add it yourself;
 # - which mistake in a custom `train_step` raises no error;
-# - what replaces the names of TensorFlow 2.x.
+# - which Keras 3 names replace those of TensorFlow 2.x.
 #
 # **What you need.** [Notebook 02](02_autocast_dtypes.ipynb) for autocast, and [notebook
 # 03](03_grad_scaler_step_by_step.ipynb) for the scaler. TensorFlow is optional: `pdm run sync --with tensorflow`
@@ -25,7 +25,7 @@
 
 # %% [markdown]
 # Select the Keras backend [before you import
-# Keras](https://keras.io/getting_started/#configuring-your-backend). By default, we use torch:
+# Keras](https://keras.io/getting_started/#configuring-your-backend). We use torch unless `KERAS_BACKEND` is set:
 
 # %% tags=["nbval-ignore-output"]
 import os
@@ -62,7 +62,7 @@ def dtype_of(x):
 # %% [markdown]
 # ## The idea in five lines
 #
-# We give a layer the policy `mixed_float16`. Before you run this: which dtypes will the weights and
+# We give a layer the policy `mixed_float16`. Before you run the cell: which dtypes will the weights and
 # the output have?
 
 # %%
@@ -86,7 +86,7 @@ for name in POLICIES:
     assert (policy.variable_dtype == "float32") == (name == "float32" or name.startswith("mixed"))
 
 # %% [markdown]
-# The last two policies keep the weights in 16 bits, so small updates can be lost ([notebook
+# `bfloat16` and `float16` keep the weights in 16 bits, so small updates can be lost ([notebook
 # 01](01_number_formats.ipynb)).
 #
 # `set_dtype_policy` sets the global policy: the default for layers that you create afterwards. `dtype=` sets the
@@ -111,13 +111,13 @@ assert layers.Dense(3).compute_dtype == "float16"
 # ## Layers, not ops
 #
 # Autocast chooses a dtype for each op. [On
-# CUDA](https://docs.pytorch.org/docs/stable/amp.html#cuda-op-specific-behavior), by default, it runs a matrix
+# CUDA](https://docs.pytorch.org/docs/stable/amp.html#cuda-op-specific-behavior), float16 autocast runs a matrix
 # multiplication in float16 and a sum in float32. A policy has one compute dtype for a layer.
 #
-# So by default, a custom layer computes in float16 under `mixed_float16`. Squares of inputs above 256 then overflow.
-# Keras's batch normalization first [casts its input to
+# Under `mixed_float16`, Keras by default casts the inputs of a layer to float16, where squares of inputs above 256
+# overflow. Batch normalization therefore [casts its input to
 # float32](https://github.com/keras-team/keras/blob/master/keras/src/layers/normalization/batch_normalization.py). Our
-# layer `Energy` does not cast its input. We call it under `mixed_float16` and under `float32`:
+# layer `Energy` has no such cast. We call `Energy` under `mixed_float16` and under `float32`:
 
 
 # %%
@@ -166,13 +166,13 @@ assert off["right"] < 1 / 1000
 assert off["wrong"] > 1.8
 
 # %% [markdown]
-# With the float16 sigmoid, both losses are wrong. So create the last layer without an activation, and use a loss with
-# `from_logits=True`. Create this layer in float32, so that the logits are not rounded to 16 bits.
+# With the float16 sigmoid, both losses are far from exact. So create the last layer without an activation, and use a
+# loss with `from_logits=True`. Create this layer in float32, so that the logits are not rounded to 16 bits.
 #
 # ## When compile adds a loss scale
 #
-# By default, `compile` wraps an optimizer such as Adam in a `LossScaleOptimizer` if the *model's* policy is
-# `mixed_float16`. We compile a small model under three policies:
+# If the *model's* policy is `mixed_float16`, `compile` wraps an optimizer such as Adam in a `LossScaleOptimizer`,
+# unless you pass `auto_scale_loss=False`. We compile a small model under three policies:
 
 
 # %%
@@ -195,8 +195,8 @@ for name in POLICIES[:3]:
     assert (kind == "LossScaleOptimizer") == (name == "mixed_float16")
 
 # %% [markdown]
-# To train without a loss scale, pass `auto_scale_loss=False`. You lose the loss scale by accident if you set
-# `mixed_float16` only for the layers. The model itself then has the global policy, here `float32`:
+# The next model has no loss scale because of `auto_scale_loss=False`. A second model has none by accident: only its
+# layers have the policy `mixed_float16`. The model itself has the global policy, here `float32`:
 
 # %%
 print("on purpose:", optimizer_of(new_head(), auto_scale_loss=False))
@@ -219,8 +219,8 @@ assert by_layer.optimizer.initial_scale == 2**15
 assert torch.amp.GradScaler("cpu").get_growth_interval() == by_layer.optimizer.dynamic_growth_steps
 
 # %% [markdown]
-# To clip gradients, set `clipnorm` on the inner (wrapped) optimizer, because it receives gradients that are
-# already divided by the scale. <!-- tests/notebooks/test_12_keras.py -->
+# To clip gradients, set `clipnorm` on the *inner* optimizer, here Adam. It receives gradients that are already
+# divided by the scale. <!-- tests/notebooks/test_12_keras.py -->
 #
 # ## Write the step
 #
@@ -228,8 +228,8 @@ assert torch.amp.GradScaler("cpu").get_growth_interval() == by_layer.optimizer.d
 #
 # 1. Multiply the loss by the scale, with `scale_loss`.
 # 2. Compute the gradients of the *scaled* loss.
-# 3. Pass these gradients to `apply`. If `apply` finds inf or NaN, it skips the step. Otherwise it divides the
-#    gradients by the scale and passes them to the inner optimizer.
+# 3. Pass these gradients to `apply`. If a gradient is inf or NaN, `apply` skips the step: the weights do not change.
+#    Otherwise it divides the gradients by the scale and passes them to the inner optimizer.
 #
 # On torch:
 
@@ -264,8 +264,8 @@ def step_with_tensorflow(self, data):
 
 
 # %% [markdown]
-# Both steps also work under `float32` and `mixed_bfloat16`: without a loss scale, `scale_loss` of an optimizer such as
-# Adam returns the loss unchanged. This small network uses the steps:
+# Both steps work without a loss scale, as under `float32` and `mixed_bfloat16`: `scale_loss` of an optimizer such as
+# Adam returns the loss unchanged. We use the steps in a small network:
 # <!-- tests/notebooks/test_12_keras.py -->
 
 
@@ -311,8 +311,8 @@ def train_net(x, y, steps, scale, growth):
 
 
 # %% [markdown]
-# We train on torch and, if it is installed, on TensorFlow. We start with a scale that is far too high, so some steps
-# are skipped. We print the scale before the first step and after each step: <!-- tests/course/test_processes.py -->
+# We train on torch and, if it is installed, on TensorFlow. We start with a scale so high that gradients overflow. We
+# print the scale before the first step and after each step: <!-- tests/course/test_processes.py -->
 
 # %% tags=["nbval-ignore-output"]
 small = load_dataset("digits", image_size=8, augment=False)
@@ -335,15 +335,14 @@ for backend, record in trained.items():
     assert record["losses"][-1] < record["losses"][0]
 
 # %% [markdown]
-# Each time the scale halves, a step was skipped. When the gradients no longer overflow, the scale doubles after every
-# five good steps (`growth`). A `.keras` file stores the scale too.
-# <!-- tests/notebooks/test_12_keras.py -->
+# Each skipped step halves the scale. Each time that five steps in a row (`growth`) do not overflow, the scale doubles.
+# A saved `.keras` file contains the scale. <!-- tests/notebooks/test_12_keras.py -->
 #
 # ## A mistake in a custom step
 #
-# `apply` of a `LossScaleOptimizer` divides the gradients by the scale, even if they are not scaled. So the steps can
-# become too short if you forget `scale_loss` or divide the gradients yourself. There is no error. We update a weight
-# once with a scaled gradient and once with an unscaled gradient:
+# If you forget `scale_loss` or divide the gradients yourself, `apply` still divides them by the scale. The weights can
+# then move too little, without an error. We update a weight once with a scaled gradient and once with an unscaled
+# gradient:
 
 # %%
 gradient = ops.convert_to_tensor([0.5])
@@ -358,26 +357,26 @@ for kind, rate in ((keras.optimizers.SGD, 1.0), (keras.optimizers.Adam, 0.1)):
     assert abs(ratio / 2.0**15 - 1) < 0.01 if kind is keras.optimizers.SGD else 1 < ratio < 2
 
 # %% [markdown]
-# With SGD, the step without scaling is 2¹⁵ times too short. In its first step, Adam divides the gradient by its
-# magnitude plus a small epsilon. Our unscaled gradient, wrongly divided by the scale, is so small that epsilon
-# matters: the step is 0.08 instead of 0.1. A smaller gradient makes the step even shorter.
+# With SGD, the unscaled gradient moves the weight 2¹⁵ times too little, because the scale is 2¹⁵. Adam divides a
+# gradient by an average of its magnitude, so the missing factor nearly cancels: 0.08 instead of 0.1. For a much
+# smaller gradient, Adam's epsilon dominates, and the weight hardly moves.
 # <!-- tests/notebooks/test_12_keras.py -->
 #
 # ## The names of TensorFlow 2.x (optional)
 #
-# If you have code for Keras 2 in TensorFlow 2.x, replace [its
-# names](https://www.tensorflow.org/versions/r2.5/api_docs/python/tf/keras/mixed_precision/LossScaleOptimizer):
+# In code for Keras 2, replace [the names of TensorFlow
+# 2.x](https://www.tensorflow.org/versions/r2.5/api_docs/python/tf/keras/mixed_precision/LossScaleOptimizer):
 #
 # | TensorFlow 2.x | Keras 3 |
 # |---|---|
 # | `tf.keras.mixed_precision.set_global_policy(…)` | `keras.config.set_dtype_policy(…)`; the old name works |
 # | `tf.keras.mixed_precision.Policy` | `keras.DTypePolicy`; the old name works |
 # | `experimental.LossScaleOptimizer(optimizer, loss_scale="dynamic")` | `LossScaleOptimizer(optimizer)` |
-# | `LossScaleOptimizer(optimizer, dynamic=False, initial_scale=128)` | [`Adam(…, loss_scale_factor=128)`](https://keras.io/api/optimizers/adam/), with [`compile(…, auto_scale_loss=False)`](https://keras.io/api/models/model_training_apis/). Warning: then no step is skipped after an overflow |
+# | `LossScaleOptimizer(optimizer, dynamic=False, initial_scale=128)` | [`Adam(…, loss_scale_factor=128)`](https://keras.io/api/optimizers/adam/), with [`compile(…, auto_scale_loss=False)`](https://keras.io/api/models/model_training_apis/). Warning: no step is skipped after an overflow |
 # | `optimizer.get_scaled_loss(loss)` | `optimizer.scale_loss(loss)` |
 # | `optimizer.get_unscaled_gradients(g)`, then `apply_gradients(zip(g, w))` | `optimizer.apply(g, w)`; it divides `g` by the scale |
 #
-# With `dynamic=False` or `loss_scale=`, `LossScaleOptimizer` now raises an error:
+# In Keras 3, `LossScaleOptimizer` raises an error for `dynamic=False` and for `loss_scale=`:
 
 # %%
 assert keras.mixed_precision.set_global_policy is keras.config.set_dtype_policy
@@ -399,7 +398,7 @@ for wrong in ({"dynamic": False}, {"loss_scale": "dynamic"}):
 # - A mixed policy keeps float32 weights and has one 16-bit compute dtype for a layer. Autocast chooses a dtype for
 #   each op.
 # - In a classifier, the last layer should return float32 logits. Use a loss with `from_logits=True`.
-# - By default, `compile` adds a loss scale if the model's policy is `mixed_float16`. If only the layers have that
+# - If the model's policy is `mixed_float16`, `compile` adds a loss scale by default. If only the layers have that
 #   policy, wrap the optimizer yourself.
 # - In a custom step, call `scale_loss`, and do not divide the gradients, because `apply` divides them.
 #
