@@ -53,7 +53,7 @@ assert output.dtype is torch.bfloat16
 assert layer.weight.dtype is gradient.dtype is torch.float32
 
 # %% [markdown]
-# Only the output is in bf16. The output takes half the memory. The matmul that computes the output can be [much
+# Only the output is in bf16, so it takes half as much memory as in fp32. The matmul that computes it can be [much
 # faster](https://docs.pytorch.org/docs/stable/amp.html) in 16 bits. We therefore expect AMP to save time and memory.
 #
 # ## The problem: a picture, from its coordinates
@@ -109,8 +109,8 @@ def step_fp32(model, optimizer):
 
 
 # %% [markdown]
-# With AMP, the forward pass and the loss run under autocast. A scaler scales the loss and calls `optimizer.step`. The
-# comment `# AMP` marks what AMP adds or changes.
+# With AMP, the forward pass and the loss run under autocast. A scaler scales the loss (in fp16 only) and calls
+# `optimizer.step`. The comment `# AMP` marks what AMP adds or changes.
 
 
 # %%
@@ -127,8 +127,6 @@ def step_amp(model, optimizer, scaler, dtype):
 
 
 # %% [markdown]
-# Each run creates one scaler, which is enabled for fp16 only.
-#
 # By default, PyTorch lets a recent NVIDIA GPU [run fp32 convolutions in
 # TF32](https://docs.pytorch.org/docs/stable/notes/cuda.html#tensorfloat-32-tf32-on-ampere-and-later-devices).
 # Our baseline is plain FP32, so `float32_mode` turns TF32 off for this baseline.
@@ -157,8 +155,8 @@ with Precision.FP32.float32_mode("cpu"):
     assert torch.backends.cudnn.conv.fp32_precision == "ieee"
 
 # %% [markdown]
-# Which precisions are faster than FP32 on this device? `describe_device` times a matmul in each precision. We compare
-# FP32 with the precisions that are clearly faster. If no precision is clearly faster, we choose bf16.
+# Which precisions are faster than FP32 on this device? `describe_device` times a matmul in each precision. We will
+# compare FP32 with the precisions that are clearly faster, or with bf16 if none is.
 # <!-- tests/core/test_device.py -->
 
 # %% tags=["nbval-ignore-output"]
@@ -173,7 +171,7 @@ assert all(report.rates[precision] for precision in precisions)  # the device ca
 # ## Do they learn the same?
 #
 # The loss differs from seed to seed, so a single run would prove little. We train with three seeds in
-# each precision, and compare the difference between precisions with the spread between seeds. Before you run this:
+# each precision. We then compare the difference between precisions with the spread between seeds. Before you run this:
 # will the bf16 loss curve lie above the FP32 curve, below it or on it?
 
 
@@ -231,17 +229,18 @@ for picture in pictures.values():
 #
 # ## Time of a training step
 #
-# Next we measure how long a training step takes. `compare` measures and compares the times of functions:
+# Next we measure how long a training step takes. `compare` times functions:
 #
-# 1. After a warm-up, every function has one turn in each round. Before and after each turn, `compare` waits
-#    until the device has finished.
-# 2. `compare` computes the speed-up within each round. It shows the median, with its 95 % interval in
+# 1. After a warm-up, `compare` measures in rounds. Every function has one turn in each round. Before and after each
+#    turn, `compare` waits until the device has finished.
+# 2. `compare` computes a speed-up from each round. It shows the median of these speed-ups, with its 95 % interval in
 #    brackets.
 # 3. If other programs disturb too many rounds, `compare` marks the result as *not reliable*.
 # <!-- tests/core/test_timing.py -->
 #
 # `is_possible` compares the speed of the step, in floating-point operations (FLOP) per second, with the speed of the
-# matmul that `describe_device` timed. If the step seems far faster, the clock has probably [stopped too early](#How-not-to-measure).
+# matmul that `describe_device` timed. Few operations reach the speed of a matmul. So if the step seems far faster, the
+# clock has probably [stopped too early](#How-not-to-measure).
 # <!-- tests/notebooks/test_04_fp32_vs_amp.py -->
 #
 # Before you run this: how much faster do you expect the step to be in 16 bits?
@@ -257,8 +256,8 @@ fastest = training.ratio(Precision.FP32, precisions[-1])
 assert device.type == "cpu" or not fastest.is_below(1)
 
 # %% [markdown]
-# Each line shows the time of a step, and the speed-up over FP32 with its interval. If the interval contains
-# 1x, the measurement does not show which precision is faster. On our two CPU cores AMP is faster.
+# If the interval of a speed-up contains 1x, the measurement does not show which precision is faster. On our two CPU
+# cores AMP is faster.
 #
 # Inference runs only the forward pass, so it needs autocast but no scaler. Will AMP speed up inference more than
 # training, or less?
@@ -276,9 +275,10 @@ assert inference_flops < 0.5 * training_flops  # the backward pass is most of a 
 #
 # ## Memory of a training step
 #
-# Autograd saves tensors for the backward pass. `saved_bytes` adds up the sizes of these tensors, except the
-# parameters, with [hooks](https://docs.pytorch.org/tutorials/intermediate/autograd_saved_tensors_hooks_tutorial.html).
-# On most GPUs, `measure` also returns the peak memory of the step.
+# Autograd saves tensors for the backward pass. With
+# [hooks](https://docs.pytorch.org/tutorials/intermediate/autograd_saved_tensors_hooks_tutorial.html), `saved_bytes`
+# adds up the sizes of these tensors, except the parameters. On most GPUs, `measure` returns the peak memory of the
+# step.
 # <!-- tests/notebooks/test_04_fp32_vs_amp.py --> <!-- tests/core/test_timing.py -->
 
 # %% tags=["nbval-ignore-output"]
@@ -302,15 +302,15 @@ _ = figures.time_and_memory(
 )
 
 # %% [markdown]
-# On our CPU, autograd saves about half as many bytes with bf16 as with FP32, because nearly all
-# of these bytes are activations in bf16. The peak of a step also includes the weights and Adam's state. Both
+# On our CPU, autograd saves about half as many bytes with bf16 as with FP32, because nearly all saved activations
+# are in bf16. The peak memory of a step shrinks less: it includes the weights and Adam's state, which
 # [stay in fp32](06_caltech256_resnet50.ipynb#Train-the-backbone-too).
 # <!-- tests/notebooks/test_04_fp32_vs_amp.py -->
 #
 # ## How not to measure
 #
 # The [article](https://rocm.blogs.amd.com/artificial-intelligence/automatic-mixed-precision/README.html) that
-# our picture comes from reports the times in the next cell. It calls the gain in training a speed-up of 46 %.
+# our picture comes from reports the times in the next cell, and calls the gain in training a speed-up of 46 %.
 
 # %%
 article = {"training": (13.98, 7.50), "inference": (4.24, 2.87)}  # seconds in FP32 and with AMP
@@ -327,8 +327,8 @@ for task, (fp32_s, amp_s) in article.items():
 #
 # **Do not stop the clock too early.** A call that starts work on a GPU [usually returns before the work is
 # done](https://docs.pytorch.org/docs/stable/notes/cuda.html#asynchronous-execution). If you then read the
-# clock without waiting, you time how fast the CPU queues work. On an H100, such a clock reported [six times
-# the true speed](../data/results/README.md#an-nvidia-h100). On a GPU, call `torch.accelerator.synchronize()` before
+# clock without waiting, you time how fast the CPU queues work. On an H100, we measured [six times the true
+# speed](../data/results/README.md#an-nvidia-h100) in this way. On a GPU, call `torch.accelerator.synchronize()` before
 # you read the clock.
 #
 # ## Summary
@@ -427,8 +427,8 @@ exercises.check_seconds_of(seconds_of)
 #
 # ### 3. Compare in pairs
 #
-# Two tensors hold the losses of the same seeds in the same order, in FP32 and in bf16. Return two
-# numbers: the mean difference (bf16 minus FP32), and its standard error, computed from the pairs.
+# Two tensors hold the losses in FP32 and in bf16, each with the same seeds in the same order. Return two
+# numbers: the mean difference (bf16 minus FP32) of the pairs, and its standard error.
 
 
 # %%
@@ -461,9 +461,9 @@ exercises.check_paired(paired)
 # ### 4. How much memory does AMP save?
 #
 # In FP32 a training step with Adam needs 4 bytes for each parameter, 4 for its gradient, and 8 for the two numbers
-# that Adam stores. A network has 100 million parameters, and its activations take 400 MB in FP32. Work out on paper:
-# what share of FP32's memory does a step with AMP need? Assume that activations become half as wide, and leave out the
-# temporary copies of weights. Give a number between 0 and 1 to two decimals.
+# that Adam stores. A network has 100 million parameters, and its activations take 400 MB in FP32. Assume that AMP
+# halves the memory of the activations, and leave out autocast's copies of the weights. What share of FP32's memory does
+# a step with AMP need? Give a number between 0 and 1 to two decimals.
 
 # %%
 memory_share = ...
