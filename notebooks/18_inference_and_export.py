@@ -226,8 +226,8 @@ for call, count in compilations.items():
 assert list(compilations.values()) == [1, 2, 2, 3, 4, 5]
 
 # %% [markdown]
-# The second compilation treats the batch size as variable, so a batch of 6 needs no compilation. But a batch of 1,
-# autocast and gradients each cause one. To avoid compilations while you serve requests:
+# The second compilation treats the batch size as variable, so a batch of 6 needs no compilation. A batch of 1,
+# autocast and gradients each cause another compilation. To avoid compilations while you serve requests:
 #
 # - Always use the same gradient mode and autocast state.
 # - Choose the batch sizes that you will serve, and pad each batch to one of these sizes. Make one call with each size
@@ -294,7 +294,7 @@ else:
 # half the memory of weights in bf16, so they can be read faster.
 #
 # Here `quantize` rounds the weights and returns them in fp32, so we see only the effect of the rounding. *Rowwise*
-# means that each row of weights has a scale:
+# means one scale for each row of weights:
 
 # %% tags=["nbval-ignore-output"]
 far = {}

@@ -110,7 +110,7 @@ print("T4, a model trained in bf16:", choose(turing, "infer", trained_in="bf16")
 # - **bf16** wherever bf16 is fast. bf16 has nearly the range of fp32, so you can train without a scaler.
 # - **fp16** where only fp16 is fast. To train in fp16, use a scaler. For a model that was trained in bf16, [check
 #   the values first](#Trained-in-bf16,-on-a-GPU-without-it).
-# - **fp32** where neither is fast. In a solver, where accuracy matters more than speed, use fp32 with
+# - **fp32** where neither is fast. Where accuracy matters more than speed, such as in a solver, use fp32 with
 #   [TF32](#What-fp32-means) off.
 #
 # For training in 16 bits, use autocast and keep the weights in fp32. For inference in 16 bits, cast fp32 weights
@@ -129,8 +129,8 @@ print("T4, a model trained in bf16:", choose(turing, "infer", trained_in="bf16")
 #   built](https://github.com/pytorch/pytorch/issues/190385) for these GPUs.
 # - **V100, T4 and RTX 20.** Use fp16. These GPUs have no TF32 and [emulate
 #   bf16](../docs/hardware.md#t4-v100-and-rtx-20), which can be slower than fp32.
-# - **MI210 and MI250.** Use bf16. In fp16, PyTorch by default casts [the inputs of the matmuls in the backward pass
-#   to bf16](https://docs.pytorch.org/docs/stable/notes/numerical_accuracy.html).
+# - **MI210 and MI250.** Use bf16. Matmuls on these GPUs round subnormals of fp16 to 0, so PyTorch by default [casts
+#   their inputs to bf16 in the backward pass](https://docs.pytorch.org/docs/stable/notes/numerical_accuracy.html).
 # - **Arc A.** Use bf16. To train in fp16, you need `GradScaler`, which uses float64. Arc A [has no
 #   float64](https://github.com/pytorch/pytorch/issues/147731).
 #   <!-- tests/notebooks/test_19_choose_your_precision.py -->
