@@ -123,7 +123,7 @@ print("T4, a model trained in bf16:", choose(turing, "infer", trained_in="bf16")
 #
 # ## Known problems of each device
 #
-# - **GTX 16.** fp16 [can give NaN](https://github.com/pytorch/pytorch/issues/58123) on these GPUs. Use fp32.
+# - **GTX 16.** fp16 [can give NaN](https://github.com/pytorch/pytorch/issues/58123). Use fp32.
 # - **V100, P100 and GTX 10.** [Install PyTorch 2.14 for CUDA
 #   12.6](../docs/hardware.md#install-another-build-of-torch). [PyTorch 2.15 is not
 #   built](https://github.com/pytorch/pytorch/issues/190385) for these GPUs.
@@ -330,8 +330,8 @@ assert set(rows["model.to(bfloat16)"]) == {"bfloat16"}
 # | Keras `mixed_bfloat16` | fp32 | bf16 | fp32 | fp32 | bf16 |
 # | Keras `bfloat16` | bf16 | bf16 | bf16 | bf16 | bf16 |
 #
-# accelerate (which transformers uses) and Fabric wrap the model, and the wrapper casts the outputs to fp32. In
-# Lightning's `training_step`, we call the model without a wrapper, so the outputs stay in bf16.
+# accelerate (which transformers uses) and Fabric wrap the model and cast its outputs to fp32. In Lightning's
+# `training_step`, we call the model without a wrapper, so the outputs stay in bf16.
 #
 # In transformers 5, `from_pretrained` loads a model **in the dtype that its config names**, unless you pass `dtype`.
 # To fine-tune with fp32 weights, pass `dtype=torch.float32`. See also [Trainers, master weights and
