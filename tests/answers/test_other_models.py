@@ -119,7 +119,7 @@ def test_nms_wants_fp32():
 
 
 def test_batched_nms_in_16_bits_keeps_a_duplicate():
-    """It adds a large offset to the boxes of each class."""
+    """AMP0125: it adds a large offset to the boxes of each class."""
     ops = pytest.importorskip("torchvision").ops
     boxes = torch.tensor([[600.0, 600.0, 620.0, 620.0], [604.0, 600.0, 624.0, 620.0]])
     others = torch.tensor([0.9, 0.8]), torch.tensor([60, 60]), 0.5
@@ -192,6 +192,7 @@ def test_the_temperature_of_a_contrastive_loss_needs_fp32():
     scale = torch.tensor(math.log(100))
     assert scale.to(BF16).exp() == 99
     assert torch.tensor(4.5, dtype=BF16) - 0.01 == 4.5
+    assert torch.tensor(12.0, dtype=FP16).exp().isinf()  # a scale without a limit
     images = torch.randn(64, 64)
     texts = images + 0.3 * torch.randn(64, 64)
     exact = 100 * F.normalize(images, dim=-1) @ F.normalize(texts, dim=-1).T

@@ -132,6 +132,16 @@ def test_accelerate_keeps_the_dtype_of_the_model(accelerate):
     assert accelerator.prepare(nn.Linear(2, 2)).weight.dtype is FP32
 
 
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+def test_fsdp2_keeps_the_dtype_of_the_model(dtype, mesh):
+    """AMP0269."""
+    model = nn.Linear(2, 2).to(dtype)
+    fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(BF16, FP32))
+    model(torch.ones(1, 2)).sum().backward()
+    torch.optim.AdamW(model.parameters()).step()
+    assert {weight.dtype for weight in model.parameters()} == {dtype}
+
+
 def test_the_check_prints_the_dtypes(capsys):
     optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2).half())])
     exec(code_of("master weights"), {"optimizer": optimizer})
@@ -328,6 +338,7 @@ def test_lightning_refuses_names_and_two_precisions():
 
 
 def test_lightning_loads_a_checkpoint_in_fp32(tmp_path):
+    """Also AMP0269: `bf16-mixed` keeps the dtype of the module."""
     lightning = library("lightning.pytorch")
 
     class Module(lightning.LightningModule):
@@ -341,12 +352,18 @@ def test_lightning_loads_a_checkpoint_in_fp32(tmp_path):
         def configure_optimizers(self):
             return torch.optim.AdamW(self.parameters())
 
-    for name, stored in (("bf16-mixed", FP32), ("bf16-true", BF16)):
+    for name, built, stored in (
+        ("bf16-mixed", FP32, FP32),
+        ("bf16-mixed", BF16, BF16),
+        ("bf16-true", FP32, BF16),
+    ):
         quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
         trainer = lightning.Trainer(
             accelerator="cpu", precision=name, max_steps=1, enable_checkpointing=False, **quiet
         )
-        trainer.fit(Module(), torch.utils.data.DataLoader(torch.randn(4, 4), batch_size=4))
+        trainer.fit(
+            Module().to(built), torch.utils.data.DataLoader(torch.randn(4, 4), batch_size=4)
+        )
         trainer.save_checkpoint(tmp_path / name)
         saved = torch.load(tmp_path / name, weights_only=False)
         assert saved["state_dict"]["layer.weight"].dtype is stored

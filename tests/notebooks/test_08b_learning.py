@@ -40,6 +40,7 @@ def scaled_steps(loss_of, steps, scaler=None):
     ],
 )
 def test_what_is_not_finite_at_any_scale_takes_the_scale_to_0(loss_of):
+    """AMP0002 and AMP0070: all steps are skipped, however small the scale is."""
     weights, scale = scaled_steps(loss_of, steps=170)
     assert scale == 0
     assert weights.tolist() == [0.0, 2.0]
@@ -64,6 +65,13 @@ def test_gradients_whose_nan_became_0_teach_the_weight_nothing():
         optimizer.step()
     assert weights[0] == 0
     assert weights[1] != 2
+
+
+def test_fp16_has_no_number_below_2_to_minus_25_but_zero():
+    """AMP0003."""
+    smallest = torch.tensor(2.0**-25)
+    assert (0.999 * smallest).half() == 0
+    assert (1.001 * smallest).half() > 0
 
 
 def test_gradients_that_became_zero_stay_zero_at_any_learning_rate():
@@ -122,13 +130,25 @@ def test_the_learning_rate_that_moves_a_weight_of_1_is_too_long_for_a_small_one(
     assert moved[1].abs() > 2 * weights[1]
 
 
+@pytest.mark.parametrize(("dtype", "lost"), [(torch.bfloat16, 0.0019), (torch.float16, 0.00024)])
+def test_a_small_update_of_a_weight_is_rounded_away(dtype, lost):
+    """AMP0029: 0.2 % of the weight in bf16, 0.02 % in fp16."""
+    weights = torch.arange(1, 2, torch.finfo(dtype).eps).to(dtype)  # all from 1 to 2
+    for part in (lost, -lost):
+        assert torch.equal((weights.double() * (1 + part)).to(dtype), weights)
+    assert not torch.equal((weights.double() * (1 + 1.5 * lost)).to(dtype), weights)
+
+
 @pytest.mark.parametrize("name", ["Adam", "AdamW", "RMSprop", "NAdam"])
 def test_optimizers_that_divide_by_zero_in_fp16(name):
     for gradient, is_broken in ((0.0, torch.isnan), (1e-4, torch.isinf)):
         weight = nn.Parameter(torch.ones(1).half())
         weight.grad = torch.full_like(weight, gradient)
-        getattr(torch.optim, name)([weight]).step()
+        optimizer = getattr(torch.optim, name)([weight])
+        optimizer.step()
         assert is_broken(weight).all()
+        averages = [value for value in optimizer.state[weight].values() if value.shape == (1,)]
+        assert {value.dtype for value in averages} == {torch.float16}
 
 
 def average_of(model, average):
@@ -150,6 +170,8 @@ def test_an_average_of_bf16_weights_needs_fp32():
     assert average_of(model, in_fp32) == pytest.approx(2 - 0.999**1000, rel=1e-3)
     one = torch.ones(1).bfloat16()
     assert one.lerp(2 * one, 0.5) == 1.5  # a decay of 0.5 is more than rounding
+    one = torch.ones(1).half()
+    assert one.lerp(1.2 * one, 1e-3) == 1  # 0.0002 is less than half of the distance, 2^-10
 
 
 def test_timesteps_and_a_noise_schedule_in_bf16():
@@ -157,6 +179,7 @@ def test_timesteps_and_a_noise_schedule_in_bf16():
     assert torch.tensor([998.0, 999.0]).bfloat16().tolist() == [1000, 1000]
     schedule = torch.tensor([0.9999, 0.98])  # how much of an image is left after each step
     assert (1 - schedule.bfloat16()).sqrt()[0] == 0  # no noise
+    assert (1 - schedule.half()).sqrt()[0] == 0
     assert (1 - schedule).sqrt().bfloat16()[0] > 0
     none = 1 - schedule.bfloat16()[0]
     assert (none / none).isnan()
@@ -195,6 +218,7 @@ def test_boxes_that_nms_shifts_have_no_width_in_half_precision():
     edges = torch.tensor([53000.0, 53030.0])
     assert edges.half().diff() == 32  # one spacing
     assert edges.bfloat16().diff() == 0
+    assert torch.arange(52992, 53249).bfloat16().unique().tolist() == [52992, 53248]  # 256 apart
 
 
 def test_a_router_in_bf16_chooses_other_experts_even_if_its_logits_are_cast():
@@ -278,6 +302,14 @@ def test_fp8_is_promoted_to_nothing_and_has_few_operations(dtype):
         stored + stored
 
 
+def test_fp8_without_a_scale_has_no_small_and_no_large_weights():
+    """AMP0120."""
+    found = torch.tensor([0.99 * 2**-10, 1.01 * 2**-10, 448.0]).to(torch.float8_e4m3fn).float()
+    assert found.tolist() == [0, 2**-9, 448]
+    large = torch.tensor([449.0, 1000.0]).to(torch.float8_e4m3fn).float()
+    assert (large.isnan() | (large == 448)).all()
+
+
 # Rows of the table
 
 
@@ -291,6 +323,7 @@ def scale_after_one_overflow(*, clear):
         scaler.scale(weight.sum() * (torch.inf if step == 3 else 1.0)).backward()
         scaler.step(optimizer)
         scaler.update()
+    assert weight.grad.isfinite().all() == clear
     return scaler.get_scale()
 
 
@@ -310,6 +343,21 @@ def test_the_loss_of_bf16_logits_is_bf16_without_autocast():
         assert F.cross_entropy(logits, target).dtype is torch.float32
     assert torch.tensor(4.0).bfloat16() + 2**-5 == torch.tensor(4.0 + 2**-5)
     assert torch.tensor(4.0).bfloat16() + 2**-7 == 4
+    logits = torch.tensor([8.5, 9.0, 10.0]).half()
+    assert logits.sigmoid().dtype is logits.softmax(-1).dtype is torch.float16
+    assert len(set(logits.sigmoid().tolist())) == 1  # three samples with the same score
+    assert len(set(logits.float().sigmoid().tolist())) == 3
+
+
+@pytest.mark.parametrize(("dtype", "end"), [(torch.bfloat16, 1024), (torch.float16, 8192)])
+def test_a_sum_of_losses_no_longer_increases(dtype, end):
+    """AMP0123."""
+    total = torch.tensor(0.0, dtype=dtype)
+    for _ in range(5000):
+        before = total.clone()
+        total += torch.tensor(2.5)
+    assert total == end
+    assert total - before == 0  # the increase, as a log shows it
 
 
 def test_an_angle_below_2048_is_rounded_in_fp16_if_it_is_no_whole_number():
@@ -323,6 +371,7 @@ def test_an_angle_below_2048_is_rounded_in_fp16_if_it_is_no_whole_number():
 @pytest.mark.parametrize("keep_fp32", [False, True])
 def test_a_running_mean_in_bf16_stops_before_the_mean(keep_fp32):
     """AMP0297."""
+    assert torch.tensor(65520.0).half().isinf()
     model = nn.Sequential(nn.BatchNorm1d(4)).bfloat16()
     if keep_fp32:
         for module in model.modules():
