@@ -207,9 +207,8 @@ def train_ddp(config, data, dtype, device, sums_in=torch.float32):
 # | before the layer's backward pass | all-gather, because the rank freed the gathered weights after the forward pass | `param_dtype` |
 # | after the layer's backward pass | *reduce-scatter*: every rank gets its shard of the averaged gradients | `reduce_dtype` |
 #
-# The shards keep their dtype, here fp32. All our layers compute in `param_dtype`, even the norms. (Autocast on CUDA
-# would run the norms in fp32.) For the outermost module, set `output_dtype` to fp32, so that the loss is computed in
-# fp32.
+# The shards keep their dtype, here fp32. All our layers compute in `param_dtype`, even the norms. For the outermost
+# module, set `output_dtype` to fp32, so that the loss is computed in fp32.
 # <!-- tests/tracing/test_sharding.py --> <!-- tests/notebooks/test_11_scale_out.py -->
 
 
