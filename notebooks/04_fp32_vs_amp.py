@@ -428,7 +428,7 @@ exercises.check_seconds_of(seconds_of)
 # ### 3. Compare in pairs
 #
 # Two tensors hold the losses in FP32 and in bf16, each with the same seeds in the same order. Return two
-# numbers: the mean difference (bf16 minus FP32) of the pairs, and its standard error.
+# numbers: the mean difference of the pairs (bf16 minus FP32), and its standard error.
 
 
 # %%

@@ -292,9 +292,9 @@ assert square == 1
 # moment, so the next updates are too small.
 #
 # Now we round both moments to eight or four bits, in blocks with an fp32 scale. As in
-# [torchao](https://github.com/pytorch/ao/blob/main/torchao/optim/adam.py), a block has 256 values of eight bits or 128
-# of four, and moments of tensors with fewer than 4,096 values stay in fp32. Our code stores the rounded values
-# in fp32, so it saves no memory. We compare three formats:
+# [torchao](https://github.com/pytorch/ao/blob/main/torchao/optim/adam.py), a block has 256 eight-bit or 128 four-bit
+# values, and moments of tensors with fewer than 4,096 values stay in fp32. Our code stores the rounded values in fp32,
+# so it saves no memory. We compare three formats:
 # <!-- tests/formats/test_scaling.py -->
 #
 # - *INT8*: evenly spaced numbers from -127 to 127, for both moments;
