@@ -293,8 +293,8 @@ assert square == 1
 #
 # Now we round both moments to eight or four bits, in blocks with an fp32 scale. As in
 # [torchao](https://github.com/pytorch/ao/blob/main/torchao/optim/adam.py), a block has 256 eight-bit or 128 four-bit
-# values, and moments of tensors with fewer than 4,096 values stay in fp32. Our code stores the rounded values in fp32,
-# so it saves no memory. We compare three formats:
+# values, and moments of tensors with fewer than 4,096 values are not rounded. Our code stores the rounded values in
+# fp32, so it saves no memory. We compare three formats:
 # <!-- tests/formats/test_scaling.py -->
 #
 # - *INT8*: evenly spaced numbers from -127 to 127, for both moments;
