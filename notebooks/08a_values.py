@@ -169,8 +169,8 @@ print(added)
 assert added[0].isnan().all()
 
 # %% [markdown]
-# **Why.** The constant, often -1e9, does not fit into the tensor's dtype, so `masked_fill` can raise an error. In
-# fp16, addition and `torch.where` give -inf instead. The softmax of a row of -inf is NaN. <!--
+# **Why.** The constant, such as -1e9 in fp16, does not fit into the tensor's dtype, so `masked_fill` can raise an
+# error. In fp16, addition and `torch.where` give -inf instead. The softmax of a row of -inf is NaN. <!--
 # tests/notebooks/test_08a_values.py -->
 #
 # **The fix.** Use a constant that fits, such as `torch.finfo(scores.dtype).min` for a mask.
@@ -277,7 +277,8 @@ assert v.grad.isnan().all()
 # -->
 #
 # **What you see.** `generate` or `torch.multinomial` fails with ``probability tensor contains either `inf`, `nan` or
-# element < 0``. Without sampling, the text can be one repeated token, such as `!!!!`.
+# element < 0``. Without sampling, the text can be one repeated token, [such as
+# `!!!!`](https://github.com/vllm-project/vllm/issues/14126).
 #
 # **A small example.** The logits overflow in fp16.
 

@@ -95,6 +95,9 @@ def test_second_derivatives_leave_the_range_of_fp16():
         0.62, abs=0.05
     )
     assert (second_derivatives(1e-3, FP16) == 0).float().mean() == pytest.approx(0.5, abs=0.05)
+    near_one = second_derivatives(1, FP16)
+    assert near_one.isfinite().all()
+    assert (near_one != 0).all()
     for scale in (1e-3, 1, 2000):
         exact = second_derivatives(scale, None)
         assert exact.dtype is torch.float32

@@ -78,6 +78,7 @@ def test_an_assignment_to_one_element_stores_infinity():
     scores = torch.zeros(2, 2).half()
     scores[0, 0] = -1e9
     assert scores[0, 0] == -torch.inf
+    assert (torch.zeros(2).half() + -1e9).tolist() == [-torch.inf] * 2  # AMP0004
 
 
 def test_attention_that_returns_its_weights_is_nan_where_everything_is_padding():
@@ -171,11 +172,19 @@ def test_costs_of_a_matmul_need_a_region_without_autocast_or_smaller_inputs():
         with torch.autocast("cpu", enabled=False):
             assert points @ points.T / 1000 == 100
     assert torch.tensor([1.2266, 1.2250]).bfloat16().diff() == 0  # close costs become equal
+    boxes, targets = torch.rand(1, 4), torch.tensor([[torch.nan, 0.5, 0.5, 0.5]])
+    assert torch.cdist(boxes, targets, p=1).isnan()  # a target that is not finite
 
 
 def test_a_16_bit_image_and_a_batch_without_labels_give_inf_and_nan():
-    """AMP0112."""
+    """AMP0112, and AMP0114 on labels that are all -100."""
     image = torch.tensor([[65535.0, 1200.0]])
+    layer = nn.Linear(2, 2)
+    nn.init.ones_(layer.weight)
+    assert layer(image).isfinite().all()
+    with torch.autocast("cpu", torch.float16):
+        assert layer(torch.tensor([[40_000.0, 40_000.0]])).isinf().all()  # each input fits
+    assert layer(torch.tensor([[torch.nan, 1.0]])).isnan().all()  # in fp32
     assert image.half().isinf().tolist() == [[True, False]]
     assert torch.tensor([65519.0, 65520.0]).half().tolist() == [65504, torch.inf]
     with torch.autocast("cpu", torch.float16):
@@ -240,6 +249,18 @@ def test_the_scale_grows_until_gradients_overflow_and_that_step_is_skipped():
     assert weight.isfinite().all()
 
 
+def test_a_scale_of_1_with_a_long_interval_does_not_grow():
+    """AMP0008."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=1.0, growth_interval=10**9)
+    weight = nn.Parameter(torch.ones(1))
+    for _ in range(3):
+        weight.grad = torch.ones(1)
+        scaler.scale(weight.sum())
+        scaler.step(torch.optim.SGD([weight], lr=0.1))
+        scaler.update()
+    assert scaler.get_scale() == 1
+
+
 def test_close_numbers_are_one_number_of_bf16():
     """AMP0118: no range is involved."""
 
@@ -252,6 +273,9 @@ def test_close_numbers_are_one_number_of_bf16():
     assert stretch(close.half()).isfinite().all()
     assert stretch(close.bfloat16()).isnan().all()
     assert torch.tensor([1.004, 1.0117]).bfloat16().diff() == 0  # 0.77 % apart
+    rounded = close.bfloat16()
+    assert ((rounded - rounded.mean()) / rounded.std()).isnan().all()
+    assert (1 / rounded.std()).isinf()
 
 
 def test_a_difference_of_bf16_scores_needs_the_matmul_in_fp32_too():
@@ -310,10 +334,70 @@ def test_remove_invalid_values_makes_nan_a_logit_of_0():
     torch.multinomial(repaired.softmax(-1), 1)  # no error: each token is as likely
 
 
+def test_a_nan_in_the_weights_makes_the_logits_nan_in_every_dtype():
+    """AMP0065."""
+    for dtype in (torch.float32, torch.bfloat16):
+        layer = nn.Linear(2, 3).to(dtype)
+        with torch.no_grad():
+            layer.weight[0, 0] = torch.nan
+        probabilities = layer(torch.ones(1, 2, dtype=dtype)).softmax(-1)
+        with pytest.raises(RuntimeError, match="probability tensor contains either"):
+            torch.multinomial(probabilities, 1)
+
+
 def test_an_epsilon_below_3e_8_is_zero_in_fp16():
     """AMP0005."""
     assert torch.tensor([1e-8, 1e-12, 2.9e-8]).half().tolist() == [0, 0, 0]
     assert torch.tensor(3.1e-8).half() > 0
+
+
+@pytest.mark.parametrize(("eps", "is_finite"), [(1e-8, False), (1e-3, True)])
+def test_a_tiny_epsilon_makes_the_gradient_of_a_row_of_zeros_huge(eps, is_finite):
+    """AMP0005: in fp32, with an fp16 row."""
+    row = torch.zeros(1, 2).half().requires_grad_()
+    h = row.float()
+    (h / (h.abs().amax(-1, keepdim=True) + eps)).sum().backward()
+    assert row.grad.isfinite().all() == is_finite
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_losses_from_logits_are_finite_where_a_probability_rounds_to_1(dtype):
+    """AMP0111."""
+    logits = torch.tensor([30.0, -30.0], dtype=dtype)
+    assert logits.sigmoid()[0] == 1
+    assert F.logsigmoid(logits).isfinite().all()
+    assert F.logsigmoid(-logits).isfinite().all()
+    assert F.cross_entropy(logits[None], torch.tensor([1])).isfinite()
+    assert torch.tensor(1 - 1e-6).to(dtype) == 1
+    p = logits.float().sigmoid().clamp(1e-7, 1 - 1e-7)
+    assert torch.stack((p.log(), (1 - p).log())).isfinite().all()
+
+
+def test_the_square_of_256_is_infinite_in_fp16():
+    """AMP0006."""
+    assert torch.tensor([255.0, 256.0]).half().square().isinf().tolist() == [False, True]
+
+
+@pytest.mark.parametrize("is_finite", [False, True])
+def test_the_check_before_a_checkpoint_finds_infinite_running_statistics(is_finite):
+    """AMP0007: the expression of the notebook."""
+    model = nn.Sequential(nn.BatchNorm1d(2))
+    if not is_finite:
+        model[0].running_var[0] = torch.inf
+    buffers = model.named_buffers()
+    assert all(b.isfinite().all() for name, b in buffers if "running" in name) == is_finite
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_inputs_that_overflow_give_gptq_a_matrix_without_a_cholesky_decomposition(dtype):
+    """AMP0207: the matrix and the damping of GPTQ."""
+    inputs = torch.tensor([[7e4, 0.0, 1.0], [1.0, 2.0, 3.0]]).to(dtype).float()
+    matrix = inputs.T @ inputs
+    damped = matrix + 0.01 * matrix.diag().mean() * torch.eye(3)
+    factor, info = torch.linalg.cholesky_ex(damped)  # `cholesky` raises an error if `info` is not 0
+    overflows = dtype is torch.float16
+    assert matrix.isnan().any() == overflows
+    assert (info != 0 or not factor.isfinite().all()) == overflows
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -356,6 +440,9 @@ def test_a_sum_in_fp16_overflows_where_a_mean_does_not():
     assert torch.tensor([65504.0, 15.0]).half().sum() == 65504
     assert torch.tensor([65504.0, 16.0]).half().sum().isinf()
     assert x.mean() == 1
+    wide = torch.tensor([400.0, -400.0]).half()
+    assert wide.var().isinf()
+    assert wide.float().var() == 320_000
     logits = torch.zeros(1, 50_000).half()
     assert logits.log_softmax(-1).sum(-1).isinf()  # as in label smoothing
     assert logits.float().log_softmax(-1).sum(-1).isfinite()
