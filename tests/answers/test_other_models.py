@@ -230,9 +230,12 @@ def test_complex_numbers_under_autocast():
     layer = nn.Linear(2, 2, dtype=torch.complex64)
     with torch.autocast("cpu", dtype=BF16):
         assert layer(torch.ones(1, 2, dtype=torch.complex64)).dtype is torch.complex64
-    assert layer.bfloat16().weight.is_complex()
+    layer.register_buffer("frequencies", torch.ones(2, dtype=torch.complex64))
+    for cast in (layer.bfloat16, layer.half):
+        assert cast().weight.is_complex()
+        assert layer.frequencies.is_complex()
     with pytest.warns(UserWarning, match="discards the imaginary part"):
-        assert layer.to(BF16).weight.dtype is BF16
+        assert layer.to(BF16).weight.dtype is layer.frequencies.dtype is BF16
     with pytest.warns(UserWarning, match="ComplexHalf support is experimental"):
         half = torch.complex(*torch.ones(2, 2, 2, dtype=FP16))
     with pytest.raises(RuntimeError, match="not implemented for 'ComplexHalf'"):

@@ -148,6 +148,7 @@ def test_without_a_gpu_transformers_dequantizes_unasked(fp8_checkpoint):
 
 
 def test_the_default_compute_dtype_is_fp32():
+    """AMP0156."""
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     assert transformers.BitsAndBytesConfig().bnb_4bit_compute_dtype is torch.float32
 
@@ -353,6 +354,10 @@ def test_transformers_refuses_to_cast_a_quantized_model():
     model.quantization_method = "bitsandbytes"
     with pytest.raises(ValueError, match="cannot cast a bitsandbytes model in a new `dtype`"):
         model.to(torch.float16)
+    model.quantization_method = "gptq"
+    with pytest.raises(ValueError, match="cannot cast a GPTQ model in a new `dtype`"):
+        model.to(torch.float16)
+    model.quantization_method = "bitsandbytes"
     model.is_loaded_in_8bit = True
     with pytest.raises(ValueError, match=r"cuda\(\)` is not supported for `8-bit`"):
         model.cuda()

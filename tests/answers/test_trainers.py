@@ -88,6 +88,7 @@ def state_dtypes(optimizer) -> set[torch.dtype]:
 
 
 def test_an_update_below_one_512th_is_lost_in_bf16():
+    """AMP0154 and AMP0267."""
     weights = torch.arange(1, 2, 2**-7).to(BF16)  # all that differ in more than their exponent
     for factor in (1 + 1 / 513, 1 - 1 / 513):
         assert torch.equal((weights.double() * factor).to(BF16), weights)

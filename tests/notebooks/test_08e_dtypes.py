@@ -30,20 +30,39 @@ def test_a_message_has_the_dtypes_in_the_order_of_the_program(weights, inputs, s
         nn.Linear(2, 2, dtype=weights)(torch.ones(1, 2, dtype=inputs))
 
 
-@pytest.mark.parametrize("beside", ["class weights", "sampling grid", "initial state"])
-def test_a_tensor_beside_the_weights_that_stayed_in_fp32_is_refused(beside):
-    """AMP0060."""
-    x = torch.ones(1, 2).half()
-    calls = {
-        "class weights": lambda: F.cross_entropy(x, torch.tensor([0]), weight=torch.ones(2)),
-        "sampling grid": lambda: F.grid_sample(
-            x[None, None], torch.zeros(1, 1, 1, 2), align_corners=False
+BESIDE: dict[str, tuple[Callable[[torch.Tensor, torch.Tensor], torch.Tensor], torch.Tensor]] = {
+    "class weights": (
+        lambda x, weight: F.cross_entropy(x, torch.tensor([0]), weight=weight),
+        torch.ones(2),
+    ),
+    "sampling grid": (
+        lambda x, grid: F.grid_sample(x[None, None], grid, align_corners=False),
+        torch.zeros(1, 1, 1, 2),
+    ),
+    "initial state": (
+        lambda x, state: nn.GRU(2, 2).half()(x[None], state)[0],
+        torch.zeros(1, 1, 2),
+    ),
+    "weights of a bag": (
+        lambda x, weights: F.embedding_bag(
+            torch.tensor([[0]]), x, mode="sum", per_sample_weights=weights
         ),
-        "initial state": lambda: nn.GRU(2, 2).half()(x[None], torch.zeros(1, 1, 2)),
-    }
-    said = "expected scalar type Half but found Float|must have the same dtype"
+        torch.ones(1, 1),
+    ),
+}
+
+
+@pytest.mark.parametrize("beside", BESIDE)
+def test_a_tensor_beside_the_weights_that_stayed_in_fp32_is_refused_until_it_is_cast(beside):
+    """AMP0060."""
+    call, wide = BESIDE[beside]
+    x = torch.ones(1, 2).half()
+    said = (
+        "expected scalar type Half but found Float|must have the same dtype|have the same type as"
+    )
     with pytest.raises(RuntimeError, match=said):
-        calls[beside]()
+        call(x, wide)
+    assert call(x, wide.to(x.dtype)).dtype is FP16
 
 
 def test_a_tensor_in_fp32_raises_the_dtype_if_it_has_dimensions():
@@ -90,7 +109,7 @@ def test_a_table_that_is_made_longer_keeps_its_dtype_only_if_it_is_cast(keeps_dt
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 def test_fake_quantization_that_is_fused_takes_fp32_alone_and_the_other_one_runs(dtype):
     """AMP0157."""
-    from torch.ao.quantization import get_default_qat_qconfig_mapping
+    from torch.ao.quantization import disable_observer, get_default_qat_qconfig_mapping
     from torch.ao.quantization.quantize_fx import prepare_qat_fx
 
     x = torch.randn(2, 4)
@@ -105,6 +124,11 @@ def test_fake_quantization_that_is_fused_takes_fp32_alone_and_the_other_one_runs
         output = prepared(version=0)(x)
     output.float().sum().backward()
     assert output.dtype is dtype
+    without_autocast = prepared()
+    assert without_autocast(x).dtype is FP32
+    without_autocast.apply(disable_observer)
+    with torch.autocast("cpu", dtype=dtype):
+        assert without_autocast(x).dtype is dtype
     with pytest.raises(RuntimeError, match="Quantize only works on Float Tensor"):
         torch.quantize_per_tensor(output, 0.1, 0, torch.quint8)
 
@@ -116,7 +140,32 @@ def test_no_autocast_has_the_ops_that_write_out_of_place(key):
     assert not names & {"aten::masked_scatter", "aten::scatter", "aten::index_add"}
 
 
+OUT_OF_PLACE: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "masked_scatter": lambda buffer, index, values: buffer.masked_scatter(
+        (torch.arange(4) == index)[:, None], values
+    ),
+    "scatter": lambda buffer, index, values: buffer.scatter(0, index[None].expand(1, 2), values),
+    "scatter_add_": lambda buffer, index, values: buffer.scatter_add_(
+        0, index[None].expand(1, 2), values
+    ),
+    "index_add": lambda buffer, index, values: buffer.index_add(0, index, values),
+}
+
+
+@pytest.mark.parametrize("write", OUT_OF_PLACE)
+def test_an_op_that_returns_a_new_tensor_can_refuse_two_dtypes_too(write):
+    """AMP0019."""
+    buffer, index = torch.zeros(4, 2), torch.tensor([2])
+    with torch.autocast("cpu", dtype=BF16):
+        values = torch.ones(1, 2) @ torch.ones(2, 2)
+        said = r"expected self and source to have same dtypes|scatter\(\): Expected self|index_add"
+        with pytest.raises(RuntimeError, match=said):
+            OUT_OF_PLACE[write](buffer, index, values)
+        assert OUT_OF_PLACE[write](buffer, index, values.to(buffer.dtype)).dtype is FP32
+
+
 def test_an_op_with_a_rule_of_its_own_gets_the_dtype_of_the_rule():
+    """AMP0078: without a rule, autocast does not cast the inputs."""
     dtypes = []
 
     @torch.library.custom_op("notebook08e::doubled", mutates_args=())
@@ -189,6 +238,8 @@ ATTENTION = torch.ones(1, 1, 2, 2).bfloat16()
     [
         (BF16, FP32, True),
         (BF16, torch.bool, True),
+        (BF16, BF16, True),
+        (FP16, FP32, True),
         (FP32, BF16, False),
         (BF16, torch.long, False),
         (BF16, torch.uint8, False),
@@ -203,6 +254,9 @@ def test_a_mask_of_attention_is_boolean_or_has_the_dtype_of_the_query(query, mas
     with pytest.raises(RuntimeError, match="Expected attn_mask dtype to be bool"):
         F.scaled_dot_product_attention(q, q, q, attn_mask=mask)
     assert F.scaled_dot_product_attention(q, q, q, attn_mask=mask.bool()).dtype is query
+    if mask.is_floating_point():
+        mask = mask.to(q.dtype)
+        assert F.scaled_dot_product_attention(q, q, q, attn_mask=mask).dtype is query
 
 
 def test_true_in_a_mask_attends_in_one_function_and_ignores_in_the_other():
@@ -233,6 +287,8 @@ def test_a_norm_under_autocast_returns_fp32_which_attention_casts_inside_the_blo
         assert F.scaled_dot_product_attention(q, q, v).dtype is BF16
     with pytest.raises(RuntimeError, match="Expected query, key, and value to have the same dtype"):
         F.scaled_dot_product_attention(ATTENTION.float(), ATTENTION.float(), ATTENTION)
+    q, k, v = ATTENTION.float(), ATTENTION.float(), ATTENTION
+    assert F.scaled_dot_product_attention(q.to(v.dtype), k.to(v.dtype), v).dtype is BF16
 
 
 INTEGERS: dict[str, Callable[[], object]] = {
@@ -256,6 +312,7 @@ def test_an_integer_target_or_index_that_is_converted_first_is_taken():
     target = torch.ones(2).long()
     assert F.binary_cross_entropy_with_logits(torch.ones(2), target.float()) > 0
     assert torch.arange(2).clamp_(0, torch.tensor(1.0).long()).tolist() == [0, 1]
+    assert target.mul(0.99).dtype is FP32  # a new tensor
     average = nn.BatchNorm1d(2).state_dict()
     for name, tensor in nn.BatchNorm1d(2).state_dict().items():
         if not tensor.is_floating_point():
@@ -269,6 +326,7 @@ def test_a_weight_times_its_scale_is_fp32_and_the_bias_is_not(weight):
     """AMP0153."""
     x, bias, scale = torch.ones(1, 2).bfloat16(), torch.ones(2).bfloat16(), torch.ones(2, 1)
     product = torch.ones(2, 2).to(weight).to(x.dtype) * scale
+    assert (torch.ones(2, 2).to(weight).to(x.dtype) * scale[:, 0]).dtype is FP32  # a vector
     with pytest.raises(RuntimeError, match=r"self and mat2 .* but got BFloat16 and Float"):
         F.linear(x, product, bias)
     with torch.autocast("cpu", dtype=BF16):
@@ -351,11 +409,21 @@ def test_weights_in_fp8_are_cast_by_hand_or_by_autocast():
     with pytest.raises(RuntimeError, match="Promotion for Float8 Types is not supported"):
         x + weight
     assert F.linear(x, weight.to(x.dtype)).dtype is BF16
+    scaled, scale = torch.tensor([[3.0, 896.0]]), torch.tensor(2.0)  # 896 is larger than 448
+    weight_and_scale = (scaled / scale).to(torch.float8_e4m3fn), scale
+    assert torch.equal(weight_and_scale[0].to(x.dtype) * scale, scaled.to(x.dtype))
     with torch.autocast("cpu", dtype=BF16):
         assert F.linear(x, weight).dtype is BF16
     with cuda_rules():
         x, weight = torch.ones(1, 2, device="cuda"), torch.ones(2, 2, device="cuda")
         assert F.linear(x, weight.to(torch.float8_e4m3fn)).dtype is FP16
+
+
+def test_an_ordinary_matmul_refuses_the_int8_weight_of_a_layer():
+    """AMP0156."""
+    x, weight = torch.ones(1, 2).half(), torch.ones(2, 2).to(torch.int8)
+    with pytest.raises(RuntimeError, match=r"self and mat2 .* but got Half and Char"):
+        F.linear(x, weight, torch.ones(2).half())
 
 
 def test_a_weight_takes_a_gradient_of_its_own_dtype_or_of_the_one_it_is_told():
@@ -399,7 +467,7 @@ def helper(x: torch.Tensor, fixed: bool) -> torch.Tensor:
     device_type = x.device.type
     if not torch.is_autocast_enabled(device_type):
         return x
-    return x.to(FP16 if fixed else torch.get_autocast_dtype(device_type))
+    return x.half() if fixed else x.to(torch.get_autocast_dtype(device_type))
 
 
 def test_a_dtype_that_is_fixed_in_a_layer_is_not_that_of_the_block():
@@ -521,6 +589,7 @@ def test_autocast_casts_also_what_was_just_converted_to_fp32():
         assert (q.float() @ k.float().mT).dtype is BF16
         assert torch.einsum("ij,kj->ik", q.float(), k.float()).dtype is BF16
         assert F.linear(q.float(), k.float()).dtype is BF16
+        assert F.conv1d(q.float()[None], torch.ones(1, 3, 1)).dtype is BF16
         assert (q.float() + k.float()).dtype is FP32
         with torch.autocast("cpu", enabled=False):
             scores = q.float() @ k.float().mT
@@ -584,3 +653,56 @@ def test_an_array_of_numpy_is_float64_by_default():
     array = np.linspace(0, 1, 3)
     assert array.dtype == np.random.default_rng(0).random(3).dtype == np.float64
     assert torch.from_numpy(array).dtype is torch.float64
+
+
+@pytest.mark.parametrize("dtype", [FP16, BF16], ids=str)
+def test_checkpoint_recomputes_in_the_dtype_of_the_block(dtype):
+    """AMP0020. The default of a CPU is bf16, the one of CUDA fp16."""
+    dtypes = []
+
+    def block(x):
+        y = x @ torch.ones(2, 2)
+        dtypes.append(y.dtype)
+        return y * y
+
+    x = torch.ones(2, 2, requires_grad=True)
+    with torch.autocast("cpu", dtype=dtype):
+        y = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
+    y.float().sum().backward()
+    assert dtypes == [dtype, dtype]
+    assert torch.get_autocast_dtype("cuda") is FP16
+
+
+def test_fp16_is_infinite_from_65520_on():
+    """AMP0021: weights of bf16 models, and an activation."""
+    assert torch.tensor([65519.0, 65520.0]).half().isinf().tolist() == [False, True]
+    assert torch.tensor(65520.0).bfloat16().half().isinf()
+    assert (torch.tensor([[4095.0]]).half() @ torch.tensor([[16.0]]).half()).isinf()  # 65520
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.bool, FP16, FP32], ids=str)
+def test_class_targets_are_int64_or_uint8(dtype):
+    """AMP0151."""
+    x, target = torch.ones(1, 2), torch.tensor([1])
+    with pytest.raises(RuntimeError, match="expected target dtype to be Long or Byte, but got"):
+        F.cross_entropy(x, target.to(dtype))
+    for taken in (target.to(dtype).long(), target.byte()):
+        assert F.cross_entropy(x, taken).isfinite()
+
+
+def test_autocast_leaves_layers_of_a_float64_default_alone():
+    """AMP0151."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.autocast("cpu", dtype=BF16):
+            assert nn.Linear(2, 2)(torch.ones(1, 2)).dtype is torch.float64
+    finally:
+        torch.set_default_dtype(FP32)
+
+
+def test_a_layer_in_half_precision_takes_a_float64_input_in_its_own_dtype():
+    """AMP0151."""
+    layer, x = nn.Linear(2, 2).half(), torch.ones(1, 2).double()
+    with pytest.raises(RuntimeError, match="but got Double and Half"):
+        layer(x)
+    assert layer(x.to(layer.weight.dtype)).dtype is FP16
