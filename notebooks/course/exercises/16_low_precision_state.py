@@ -20,8 +20,8 @@ def check_smallest_update(bound: float) -> str:
     """Half of the distance from 0.75 to the next number of bf16."""
     need(
         bound != 2**-8,
-        "This is the whole distance to the next number. From half of it on, the sum is "
-        "rounded to the next number.",
+        "This is the whole distance to the next number. If the update is larger than half of it, "
+        "the sum is rounded to the next number.",
     )
     spacing_at_1 = 2**-7
     from_1 = (spacing_at_1, 0.75 * spacing_at_1, 0.75 * spacing_at_1 / 2)
