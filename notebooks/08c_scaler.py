@@ -229,14 +229,16 @@ print(message)
 assert "No inf checks were recorded for this optimizer." in message
 
 # %% [markdown]
-# **Why.** All parameters of this optimizer have a `.grad` of `None`. For example, they are frozen or belong to another
-# copy of the model. Or the loss does not depend on the parameters: `.item()`, `.detach()`, `torch.tensor(...)` and ops
-# without a derivative, such as `argmax`, disconnect the loss from the parameters.
+# **Why.** All parameters of this optimizer had a `.grad` of `None` when the scaler checked them. For example, they are
+# frozen or belong to another copy of the model, or you called `unscale_` before `backward()`. Or the loss does not
+# depend on the parameters: `.item()`, `.detach()`, `torch.tensor(...)` and ops without a derivative, such as `argmax`,
+# disconnect the loss from the parameters.
 # <!-- tests/notebooks/test_08c_scaler.py -->
 #
 # **The fix.** If the parameters should not be trained in this step, do not call `scaler.step` for their optimizer. If
-# you step no optimizer, leave out `scaler.update()` too. Otherwise unfreeze the parameters, or build the optimizer
-# from the model that computes the loss. Remove `no_grad`, and combine losses with `+` or `torch.stack`.
+# you call neither `unscale_` nor `step` for any optimizer, leave out `scaler.update()` too. Otherwise unfreeze the
+# parameters, or build the optimizer from the model that computes the loss. Call `unscale_` after `backward()`. Remove
+# `no_grad`, and combine losses with `+` or `torch.stack`. <!-- tests/notebooks/test_08c_scaler.py -->
 
 # %%
 assert two_parts(step_both=False) == [False, True]

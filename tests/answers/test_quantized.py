@@ -427,6 +427,22 @@ def test_8_bit_adam_of_torchao_and_its_state():
         step(model, same)
 
 
+@pytest.mark.parametrize("kind", ["OptimState8bit", "OptimState4bit", "OptimStateFp8"])
+def test_adamw_cannot_step_with_the_state_of_torchao(kind):
+    """AMP0281."""
+    module = {"OptimState8bit": "subclass_8bit", "OptimState4bit": "subclass_4bit"}
+    module = pytest.importorskip(f"torchao.optim.{module.get(kind, 'subclass_fp8')}")
+    weight = nn.Parameter(torch.ones(64, 64))
+    weight.grad = torch.ones(64, 64)
+    optimizer = torch.optim.AdamW([weight])
+    optimizer.step()
+    saved = optimizer.state_dict()
+    saved["state"][0]["exp_avg"] = getattr(module, kind).zeros((64, 64))
+    optimizer.load_state_dict(saved)
+    with pytest.raises(NotImplementedError, match=f"{kind} dispatch: attempting to run"):
+        optimizer.step()
+
+
 def read(file):
     file.seek(0)
     return torch.load(file)

@@ -254,16 +254,16 @@ def test_loading_casts_the_state_to_the_dtype_of_the_weights():
     assert not torch.equal(after["exp_avg"], before["exp_avg"])
 
 
-def test_a_full_evaluation_leaves_the_model_in_bf16(tmp_path):
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+def test_a_full_evaluation_leaves_the_model_in_16_bits(tmp_path, dtype):
     """AMP0265."""
-    trainer = trainer_of(
-        llama(), tmp_path, bf16=True, bf16_full_eval=True, eval_strategy="steps", eval_steps=1
-    )
+    option = {"bf16_full_eval" if dtype is BF16 else "fp16_full_eval": True}
+    trainer = trainer_of(llama(), tmp_path, eval_strategy="steps", eval_steps=1, **option)
     trainer.train()
     assert any("eval_loss" in log for log in trainer.state.log_history)
     assert trainer.model.dtype is FP32
     trainer.evaluate()
-    assert trainer.model.dtype is BF16
+    assert trainer.model.dtype is dtype
 
 
 def test_an_evaluation_with_bf16_runs_under_autocast_and_casts_no_weight(tmp_path):

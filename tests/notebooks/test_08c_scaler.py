@@ -91,9 +91,12 @@ def test_peft_trains_adapters_in_fp32_but_not_modules_to_save(checkpoint):
 
 
 def test_complex_gradients_are_refused():
-    """AMP0130: by the same message that CUDA has for bf16."""
+    """AMP0130: by the same message that CUDA has for bf16, and a disabled scaler takes them."""
     parameter = nn.Parameter(torch.ones(1, dtype=torch.complex64))
-    scaler = cpu_scaler()
+    disabled, scaler = cpu_scaler(enabled=False), cpu_scaler()
+    disabled.scale(parameter.abs().sum()).backward()
+    disabled.step(torch.optim.SGD([parameter], lr=0.5))
+    assert parameter == 0.5
     scaler.scale(parameter.abs().sum()).backward()
     with pytest.raises(NotImplementedError, match="not implemented for 'ComplexFloat'"):
         scaler.step(torch.optim.SGD([parameter]))
@@ -130,11 +133,14 @@ def test_an_update_inside_an_accumulation_adds_scaled_to_unscaled_gradients():
 # An optimizer has no gradients
 
 
-@pytest.mark.parametrize("cause", ["no backward", "another copy", "a cut graph"])
+@pytest.mark.parametrize("cause", ["no backward", "another copy", "a cut graph", "frozen"])
 def test_an_optimizer_without_gradients_is_refused(cause):
+    """AMP0011."""
     model, copy = nn.Linear(2, 1), nn.Linear(2, 1)
     optimizer = torch.optim.SGD((copy if cause == "another copy" else model).parameters())
     scaler = cpu_scaler()
+    if cause == "frozen":
+        model.requires_grad_(False)
     loss = scaler.scale(model(torch.ones(1, 2)).sum())
     if cause == "another copy":
         loss.backward()
@@ -144,6 +150,38 @@ def test_an_optimizer_without_gradients_is_refused(cause):
             cut.backward()
     with pytest.raises(AssertionError, match="No inf checks were recorded for this optimizer"):
         scaler.step(optimizer)
+
+
+def test_an_optimizer_that_had_no_gradients_in_unscale_is_refused():
+    """AMP0011: even if it has gradients in the step."""
+    model, scaler = nn.Linear(2, 1), cpu_scaler()
+    optimizer = torch.optim.SGD(model.parameters())
+    loss = scaler.scale(model(X).sum())
+    scaler.unscale_(optimizer)
+    loss.backward()
+    assert model.weight.grad is not None
+    with pytest.raises(AssertionError, match="No inf checks were recorded for this optimizer"):
+        scaler.step(optimizer)
+
+
+@pytest.mark.parametrize("unscaled", [False, True])
+def test_update_needs_an_optimizer_that_was_unscaled_or_stepped(unscaled):
+    """AMP0011."""
+    model, scaler = nn.Linear(2, 1), cpu_scaler()
+    scaler.scale(model(X).sum()).backward()
+    if unscaled:
+        scaler.unscale_(torch.optim.SGD(model.parameters()))
+    expected = pytest.raises(AssertionError, match="No inf checks were recorded prior to update")
+    with nullcontext() if unscaled else expected:
+        scaler.update()
+
+
+@pytest.mark.parametrize("combine", [torch.stack, sum])
+def test_stack_and_a_sum_keep_the_graph(combine):
+    """AMP0011."""
+    model = nn.Linear(2, 2)
+    combine([*model(X)[0]]).sum().backward()
+    assert model.weight.grad is not None
 
 
 def test_a_fused_optimizer_without_gradients_is_refused_at_update():
@@ -198,6 +236,7 @@ def test_a_scale_that_is_left_out_later_raises_nothing():
 
 
 def test_the_scale_after_update_is_that_of_the_next_step():
+    """AMP0306."""
     weight, scaler = nn.Parameter(torch.ones(1)), cpu_scaler()
     weight.grad = torch.tensor([torch.inf])
     scaled_loss = scaler.scale(torch.ones(()))
@@ -300,16 +339,63 @@ def manual_optimization(mixed, way="manual_backward"):
             self.clip_gradients(optimizer, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
             seen["clipped"] = round(self.layer.weight.grad.item(), 4)
 
-    trainer = lightning.Trainer(
+    return seen, trainer_of(lightning, mixed()), Manual()
+
+
+def trainer_of(lightning, plugin):
+    return lightning.Trainer(
         accelerator="cpu",
-        plugins=[mixed()],
+        plugins=[plugin],
         max_steps=1,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    return seen, trainer, Manual()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("alternately", [True, False])
+def test_lightning_updates_the_scaler_after_each_optimizer(alternately, mixed):
+    """AMP0132: so the gradients of the second are too large if its loss was scaled before."""
+    lightning = pytest.importorskip("lightning.pytorch")
+    gradients = []
+
+    class Manual(lightning.LightningModule):
+        automatic_optimization = False
+
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = (nn.Linear(1, 1, bias=False) for _ in range(2))
+
+        def configure_optimizers(self):
+            return [torch.optim.SGD(m.parameters(), lr=0.1) for m in (self.first, self.second)]
+
+        def training_step(self, batch, _):
+            first, second = self.optimizers()
+            self.manual_backward(self.first(batch).sum() * torch.inf)
+            if alternately:
+                first.step()
+            self.manual_backward(self.second(batch).sum())
+            if not alternately:
+                first.step()
+            second.step()
+            gradients.append(self.second.weight.grad.item())
+
+    trainer_of(lightning, mixed()).fit(Manual(), torch.utils.data.DataLoader(torch.ones(1, 1)))
+    assert gradients == [1 if alternately else 2]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("fused", [False, True])
+def test_lightning_leaves_the_gradients_of_a_fused_optimizer_scaled_where_it_clips(fused, mixed):
+    """AMP0074."""
+    seen, trainer, module = manual_optimization(mixed)
+    module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), fused=fused)
+    refused = pytest.raises(RuntimeError, match="does not allow for gradient clipping")
+    with refused if fused else nullcontext():
+        trainer.fit(module, torch.utils.data.DataLoader(torch.ones(1, 1)))
+    assert seen["hook"] == (1024 if fused else 1)
 
 
 @pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed"])
@@ -331,11 +417,36 @@ def test_fabric_refuses_to_clip_with_a_fused_optimizer():
         plugin.unscale_gradients(optimizer)
 
 
-def test_lightning_refuses_lbfgs(mixed):
+@pytest.mark.filterwarnings("ignore")  # of Lightning
+def test_lightning_refuses_lbfgs_in_fp16_alone(mixed):
+    """AMP0013."""
     optimizer = torch.optim.LBFGS(nn.Linear(1, 1).parameters())
     with pytest.raises(Exception, match="AMP and the LBFGS optimizer are not compatible"):
         mixed().optimizer_step(optimizer, model=None, closure=None)
-    assert mixed("bf16-mixed").scaler is None  # so it takes the step of its base
+    losses = lbfgs_in_lightning(mixed("bf16-mixed"))
+    assert losses[-1] < 0.01 * losses[0]
+
+
+def lbfgs_in_lightning(plugin):
+    """The losses of one step of L-BFGS, which calls its closure several times."""
+    lightning = pytest.importorskip("lightning.pytorch")
+    losses = []
+
+    class Module(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(1, 1)
+
+        def configure_optimizers(self):
+            return torch.optim.LBFGS(self.parameters())
+
+        def training_step(self, batch, _):
+            loss = (self.layer(batch) - 2).square().sum()
+            losses.append(loss.item())
+            return loss
+
+    trainer_of(lightning, plugin).fit(Module(), torch.utils.data.DataLoader(torch.ones(1, 1)))
+    return losses
 
 
 def test_a_fused_optimizer_can_be_clipped_in_a_loop():
@@ -354,6 +465,19 @@ def test_a_fused_optimizer_can_be_clipped_in_a_loop():
 
 
 # The optimizer steps without the scaler
+
+
+@pytest.mark.parametrize("first", ["scaler", "optimizer"])
+def test_both_steps_update_the_weights_twice(first):
+    """AMP0131."""
+    weight = nn.Parameter(torch.ones(1))
+    optimizer, scaler = torch.optim.Adam([weight], lr=0.1), cpu_scaler()
+    scaler.scale(weight.sum()).backward()
+    steps = [lambda: scaler.step(optimizer), optimizer.step]
+    for step in steps if first == "scaler" else reversed(steps):
+        step()
+    assert optimizer.state[weight]["step"] == 2
+    assert weight < 0.9
 
 
 @pytest.mark.parametrize("groups", [1, 2])
@@ -524,6 +648,8 @@ def test_a_dict_of_losses_becomes_a_map():
     losses = {"a": torch.ones((), requires_grad=True)}
     with pytest.raises(AttributeError, match="'map' object has no attribute 'backward'"):
         cpu_scaler().scale(losses).backward()
+    with pytest.raises(ValueError, match="outputs must be a Tensor"):
+        list(cpu_scaler().scale(dict(enumerate(losses.values()))))  # it takes the keys
     cpu_scaler().scale(sum(losses.values())).backward()
     for several in ([torch.ones(())] * 2, (torch.ones(()),) * 2):
         assert [float(loss) for loss in cpu_scaler().scale(several)] == [2.0**16] * 2
@@ -573,6 +699,9 @@ def test_a_new_scale_is_a_float_or_a_tensor_without_dimensions():
         scaler.update(1024)
     with pytest.raises(AssertionError, match="new_scale should be a float or a 1-element"):
         scaler.update(torch.ones(2))
+    for refused in (torch.tensor(8.0, device="meta"), torch.tensor(8.0, requires_grad=True)):
+        with pytest.raises(AssertionError, match="new_scale should be a float or a 1-element"):
+            scaler.update(refused)
     with pytest.raises(RuntimeError, match="output with shape"):
         scaler.update(torch.ones(1))
     scaler.update(torch.tensor(512.0))

@@ -5,6 +5,7 @@ import io
 import re
 import tomllib
 import weakref
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -51,18 +52,20 @@ def test_adam_hides_that_its_gradients_were_clipped_while_scaled():
 
 
 def test_a_limit_for_scaled_gradients_is_another_one_after_an_overflow():
-    limits = []
+    """AMP0015: and the logged norm is halved."""
+    limits, norms = [], []
     weight = nn.Parameter(torch.zeros(1))
     optimizer, scaler = torch.optim.SGD([weight], lr=1.0), torch.amp.GradScaler("cpu")
     for factor in (1.0, torch.inf, 1.0):
         weight.data.zero_()
         optimizer.zero_grad()
         scaler.scale(factor * 10 * weight.sum()).backward()
-        nn.utils.clip_grad_norm_([weight], 65536.0)
+        norms.append(nn.utils.clip_grad_norm_([weight], 65536.0).item())
         scaler.step(optimizer)
         scaler.update()
         limits.append(-weight.item())
     assert limits == pytest.approx([1.0, 0.0, 2.0])
+    assert norms == [10 * 65536, torch.inf, 10 * 32768]
 
 
 def test_a_hook_sees_a_scaled_gradient():
@@ -108,6 +111,22 @@ def test_in_one_block_around_the_loop_an_embedding_still_learns():
     assert losses[0] > losses[1] > losses[2]
 
 
+@pytest.mark.parametrize("in_one_block", [True, False])
+def test_the_divergence_from_a_reference_is_0_if_both_use_the_same_casts(in_one_block):
+    """AMP0026."""
+    torch.manual_seed(0)
+    model, reference = nn.Linear(4, 4), nn.Linear(4, 4).state_dict()
+    x, outputs = torch.randn(2, 4), []
+    with torch.autocast("cpu", dtype=torch.bfloat16) if in_one_block else nullcontext():
+        for load in (False, True):
+            if load:
+                model.load_state_dict(reference)
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                outputs.append(model(x).float().log_softmax(-1))
+    divergence = nn.functional.kl_div(*outputs, log_target=True, reduction="batchmean")
+    assert (divergence == 0) == in_one_block
+
+
 def first_step_is_skipped(scaler):
     """Whether a step with a gradient of 10 in fp16 overflows at the scaler's present scale."""
     weight = nn.Parameter(torch.ones(1))
@@ -150,6 +169,46 @@ def test_the_random_state_is_part_of_a_run():
     assert torch.equal(nn.functional.dropout(torch.ones(100)), mask)
 
 
+def run(saved, left_out=None, steps=range(3, 6)):
+    """Some steps after a checkpoint, or from the start; the state after them."""
+    model = nn.Sequential(nn.Linear(2, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+    parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
+    state = {name: part.state_dict() for name, part in parts.items()}
+    state |= {"random": torch.get_rng_state(), "position": 0}
+    saved = copy.deepcopy(saved or {})  # the optimizer changes the tensors that it loads
+    state |= {name: part for name, part in saved.items() if name != left_out}
+    for name, part in parts.items():
+        part.load_state_dict(state[name])
+    torch.set_rng_state(state["random"])
+    data = torch.linspace(-1, 1, 12).view(6, 1, 2)
+    for batch in data[state["position"] :][: len(steps)]:
+        optimizer.zero_grad()
+        scaler.scale(model(batch).square().sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        scheduler.step()
+    state = {name: copy.deepcopy(part.state_dict()) for name, part in parts.items()}
+    return state | {"random": torch.get_rng_state(), "position": len(steps)}
+
+
+@pytest.mark.parametrize(
+    "left_out", [None, "model", "optimizer", "scheduler", "scaler", "random", "position"]
+)
+def test_a_run_resumes_exactly_if_nothing_is_left_out(left_out):
+    """AMP0046."""
+    torch.manual_seed(0)
+    saved = loaded(run(None, steps=range(3)))
+    whole = run(saved)
+    torch.manual_seed(1)
+    resumed = run(saved, left_out)
+    same = [torch.equal(whole["model"][name], resumed["model"][name]) for name in whole["model"]]
+    scales = [state["scaler"]["scale"] for state in (whole, resumed)]
+    assert (all(same) and scales[0] == scales[1]) == (left_out is None)
+
+
 @pytest.mark.parametrize(
     ("optimizer", "options", "said"),
     [
@@ -168,6 +227,15 @@ def test_optimizers_refuse_a_model_that_was_cast_between_two_steps(optimizer, op
     model.bfloat16()
     with pytest.raises(RuntimeError, match=said):
         optimizer.step()
+
+
+def test_without_fused_a_gradient_may_have_other_strides():
+    """AMP0140."""
+    weight = nn.Parameter(torch.ones(2, 1, 3))
+    torch.bmm(torch.ones(2, 4, 3), weight.transpose(1, 2)).sum().backward()
+    assert weight.stride() != weight.grad.stride()
+    torch.optim.Adam([weight], lr=0.1).step()
+    torch.testing.assert_close(weight, torch.full((2, 1, 3), 0.9))
 
 
 def test_an_average_in_fp32_takes_weights_that_are_cast():
@@ -224,6 +292,20 @@ def test_a_disabled_scaler_ignores_what_it_loads():
     assert scaler.get_scale() == 1
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_the_state_of_a_scaler_without_its_gpu_is_empty(monkeypatch):
+    """AMP0017."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert torch.amp.GradScaler("cuda").state_dict() == {}
+
+
+@pytest.mark.filterwarnings("ignore:Environment variable TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD")
+def test_a_variable_of_the_environment_loads_what_weights_only_refuses(monkeypatch):
+    """AMP0142: where the call of `torch.load` says nothing about it."""
+    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
+    assert loaded(torch.amp.GradScaler("cpu")).get_scale() == 65536
+
+
 def test_allowing_the_class_of_the_scaler_is_not_enough():
     scaler = torch.amp.GradScaler("cpu")
     with (
@@ -259,6 +341,21 @@ def test_bf16_gradients_stop_growing_when_they_are_accumulated():
         for _ in range(512):
             weight.sum().backward()
         assert weight.grad == total
+
+
+def test_mean_losses_of_micro_batches_add_up_if_each_has_its_share():
+    """AMP0143: without shares, the sum of N equal ones is N times too large."""
+
+    def gradient(batches, shares):
+        weight = nn.Parameter(torch.ones(1))
+        for batch, share in zip(batches, shares, strict=True):
+            ((weight * batch).square().mean() * share).backward()
+        return weight.grad.item()
+
+    data = torch.arange(1.0, 9.0)
+    expected = gradient([data], [1])
+    assert gradient(data.chunk(4), [1] * 4) == pytest.approx(4 * expected)
+    assert gradient(data.split([6, 2]), [6 / 8, 2 / 8]) == pytest.approx(expected)
 
 
 def test_a_compiled_model_has_other_names_and_strict_false_loads_none_of_them():
@@ -303,7 +400,7 @@ def test_a_cast_copy_of_the_weights_takes_half_the_space_and_leaves_the_model():
 
 
 def test_half_casts_the_model_itself_and_float_restores_nothing():
-    """AMP0148."""
+    """AMP0146, AMP0148."""
     model = nn.Linear(1, 1)
     model.weight.data.fill_(1e5)
     half = copy.deepcopy(model).half()
@@ -312,6 +409,39 @@ def test_half_casts_the_model_itself_and_float_restores_nothing():
     model.half()
     model.float()
     assert model.weight.isinf()
+    assert model.bfloat16() is model
+
+
+def test_weights_of_65520_are_infinite_in_fp16_and_smaller_ones_are_rounded():
+    """AMP0148: and bf16 autocast leaves the weights alone."""
+    values = torch.tensor([65519.0, 65520.0, -65520.0, 0.1])
+    assert values.half().isinf().tolist() == [False, True, True, False]
+    assert values.half().float()[3] != values[3]
+    model = nn.Linear(4, 1, bias=False)
+    model.weight.data.copy_(values)
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        assert model(torch.ones(1, 4)).isfinite()
+    assert torch.equal(model.weight[0], values)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_an_average_never_recovers_from_one_bad_weight(bad):
+    """AMP0148."""
+    average = torch.ones(1)
+    for weight in (bad, *[1.0] * 10):
+        average.lerp_(torch.tensor([weight]), 0.1)
+    assert not average.isfinite()
+
+
+def test_a_nan_that_is_replaced_with_0_gives_a_wrong_output():
+    """AMP0148."""
+    model = nn.Linear(2, 1, bias=False)
+    model.weight.data.fill_(2.0)
+    expected = model(torch.ones(1, 2)).item()
+    model.weight.data[0, 0] = torch.nan
+    model.weight.data.nan_to_num_()
+    assert expected == 4
+    assert model(torch.ones(1, 2)) == 2
 
 
 def test_a_scaler_whose_growth_tracker_was_set_refuses_its_first_scale():
@@ -451,6 +581,14 @@ def test_a_checkpoint_with_the_moments_of_adam_has_12_bytes_per_parameter():
     weight, adam = stepped(torch.float32)
     moments = [adam.state[weight][name] for name in ("exp_avg", "exp_avg_sq")]
     assert sum(tensor.nbytes for tensor in [weight, *moments]) == 12 * weight.numel()
+
+
+def test_rounding_changes_a_close_decision_and_a_metric():
+    """AMP0147."""
+    scores = torch.tensor([1.0, 1.001])
+    assert [scores.argmax(), scores.bfloat16().argmax()] == [1, 0]
+    hits = torch.ones(257).bfloat16()
+    assert [hits.sum(), hits.float().sum()] == [256, 257]
 
 
 def test_an_evaluation_in_the_block_of_training_uses_old_weights():
