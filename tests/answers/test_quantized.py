@@ -206,7 +206,7 @@ def test_8_bit_layers_multiply_outliers_in_the_dtype_of_the_input(threshold):
 
 
 def test_merging_into_4_bits_loses_most_of_a_small_update(llama):
-    """AMP0200."""
+    """AMP0200. AMP0312: a 4-bit weight is dequantized before it is used as a matrix."""
     bitsandbytes = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
     peft = pytest.importorskip("peft", reason="peft is not installed")
 
