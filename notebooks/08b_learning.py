@@ -159,6 +159,7 @@ assert lost.count_nonzero() == 0
 
 # %% [markdown]
 # **Why.** In fp16, a gradient with a magnitude below 2^-25 (about 3e-8) becomes zero.
+# <!-- tests/notebooks/test_08b_learning.py -->
 #
 # Here, each output has the gradient 6e-9.
 #
@@ -337,7 +338,7 @@ assert after_updates(model) == 1.0
 
 # %% [markdown]
 # **Why.** When a PyTorch optimizer updates a bf16 weight, an update smaller than about 0.2 % of the weight is rounded
-# away (0.02 % in fp16).
+# away (0.02 % in fp16). <!-- tests/notebooks/test_08b_learning.py -->
 #
 # **The fix.** Keep the trainable weights in fp32 and use bf16 autocast. Call `model.float()` before you create the
 # optimizer. Load a bf16 checkpoint without `assign=True`.
@@ -389,7 +390,8 @@ assert str(broken) == "[nan, -inf]"
 # %% [markdown]
 # **Why.** PyTorch's Adam keeps its moments in the dtype of the weights. In fp16, the square of a small gradient and
 # Adam's epsilon of 1e-8 become 0, so by default Adam divides by 0. A gradient of 0 then gives 0/0 = NaN, and a small
-# gradient gives an infinite update. <!-- tests/notebooks/test_08a_values.py -->
+# gradient gives an infinite update.
+# <!-- tests/notebooks/test_08a_values.py --> <!-- tests/notebooks/test_08b_learning.py -->
 #
 # **The fix.** Keep the trainable weights in fp32: call `model.float()` instead of `model.half()` before you create the
 # optimizer, and let autocast cast the weights.
@@ -503,6 +505,7 @@ assert total_of(torch.tensor(0.0, dtype=torch.bfloat16)) == 1024
 # %% [markdown]
 # **Why.** A sum in bf16 has 8 significant bits (11 in fp16), so a loss that is small compared with the sum does not
 # change the sum. If you log the increase of the sum, the log then shows 0.
+# <!-- tests/notebooks/test_08b_learning.py -->
 #
 # **The fix.** Add up losses and metrics in fp32: start with
 # `torch.zeros((), dtype=torch.float32, device=loss.device)`, or add `loss.item()` to a Python number.

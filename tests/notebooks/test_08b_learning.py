@@ -47,6 +47,7 @@ def test_what_is_not_finite_at_any_scale_takes_the_scale_to_0(loss_of):
 
 
 def test_find_nonfinite_names_the_square_root():
+    """AMP0002."""
     model = nn.Linear(2, 1, bias=False)
     nn.init.zeros_(model.weight)
     with find_nonfinite(model) as finder:
@@ -79,6 +80,7 @@ def test_gradients_that_became_zero_stay_zero_at_any_learning_rate():
 
 
 def test_a_gradient_of_2_keeps_the_scale_of_fp16_at_2_to_14_or_15():
+    """AMP0028."""
     scaler = torch.amp.GradScaler("cpu", growth_interval=1)
     model = nn.Linear(2, 2)
     optimizer, scales = torch.optim.SGD(model.parameters(), lr=1e-3), set()
@@ -94,6 +96,7 @@ def test_a_gradient_of_2_keeps_the_scale_of_fp16_at_2_to_14_or_15():
 
 
 def test_the_cleared_cache_does_what_another_block_does():
+    """AMP0025."""
     model, x = nn.Linear(2, 2), torch.ones(1, 2)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         with torch.no_grad():
@@ -141,6 +144,7 @@ def test_a_small_update_of_a_weight_is_rounded_away(dtype, lost):
 
 @pytest.mark.parametrize("name", ["Adam", "AdamW", "RMSprop", "NAdam"])
 def test_optimizers_that_divide_by_zero_in_fp16(name):
+    """AMP0121: the averages are fp16, too."""
     for gradient, is_broken in ((0.0, torch.isnan), (1e-4, torch.isinf)):
         weight = nn.Parameter(torch.ones(1).half())
         weight.grad = torch.full_like(weight, gradient)
@@ -294,6 +298,7 @@ def test_a_dequantized_weight_is_cast_to_the_dtype_of_the_input():
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
 def test_fp8_is_promoted_to_nothing_and_has_few_operations(dtype):
+    """AMP0120."""
     stored = torch.ones(2, 2).to(dtype)
     with pytest.raises(RuntimeError, match="Promotion for Float8 Types is not supported"):
         stored + torch.ones(2, 2)
