@@ -518,8 +518,8 @@ assert "Detected call of `lr_scheduler.step()` before `optimizer.step()`." in me
 # [skipped](https://github.com/pytorch/pytorch/issues/44511) `optimizer.step()` because of an overflow. The scheduler
 # advanced anyway, so the schedule is ahead of the training. <!-- tests/notebooks/test_08c_scaler.py -->
 #
-# **The fix.** With one optimizer, compare `scaler.get_scale()` before and after `scaler.update()`. If the scale fell,
-# do not advance the schedule. If `scheduler.step()` comes first in your loop, move it after `scaler.step`.
+# **The fix.** Call `scheduler.step()` after `scaler.update()`. With one optimizer, compare `scaler.get_scale()` before
+# and after `scaler.update()`. If the scale fell, do not advance the schedule.
 # <!-- tests/numerics/test_scale_log.py -->
 #
 # In Lightning, if your schedulers have `interval="step"`, override these two methods of your `LightningModule`:

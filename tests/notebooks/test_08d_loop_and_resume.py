@@ -78,6 +78,18 @@ def test_a_hook_sees_a_scaled_gradient():
     assert (seen, weight.grad.item()) == ([131072.0], 2.0)
 
 
+def test_fabric_refuses_a_norm_that_is_not_finite_unless_told_otherwise():
+    """AMP0016."""
+    fabric = pytest.importorskip("lightning.fabric", reason="Lightning is not installed")
+    fabric = fabric.Fabric(accelerator="cpu")
+    layer = nn.Linear(1, 1)
+    model, optimizer = fabric.setup(layer, torch.optim.SGD(layer.parameters()))
+    fabric.backward(model(torch.ones(1, 1)).sum() * torch.inf)
+    with pytest.raises(RuntimeError, match="non-finite, so it cannot be clipped"):
+        fabric.clip_gradients(model, optimizer, max_norm=1.0)
+    fabric.clip_gradients(model, optimizer, max_norm=1.0, error_if_nonfinite=False)
+
+
 def test_in_one_block_around_the_loop_without_a_norm_the_loss_stands_still():
     torch.manual_seed(0)
     x, target = torch.randn(16, 8), torch.randn(16, 8)
