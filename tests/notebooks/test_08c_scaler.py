@@ -467,6 +467,17 @@ def test_a_fused_optimizer_can_be_clipped_in_a_loop():
 # The optimizer steps without the scaler
 
 
+@pytest.mark.parametrize("bad", [torch.inf, torch.nan])
+@pytest.mark.parametrize("by_scaler", [True, False])
+def test_only_the_step_of_the_scaler_is_skipped(by_scaler, bad):
+    """AMP0131."""
+    weight = nn.Parameter(torch.ones(1))
+    optimizer, scaler = torch.optim.Adam([weight], lr=0.1), cpu_scaler()
+    scaler.scale(bad * weight.sum()).backward()
+    scaler.step(optimizer) if by_scaler else optimizer.step()
+    assert weight.isfinite() == by_scaler
+
+
 @pytest.mark.parametrize("first", ["scaler", "optimizer"])
 def test_both_steps_update_the_weights_twice(first):
     """AMP0131."""

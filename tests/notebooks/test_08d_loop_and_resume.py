@@ -353,6 +353,12 @@ def test_bf16_gradients_stop_growing_when_they_are_accumulated():
         for _ in range(512):
             weight.sum().backward()
         assert weight.grad == total
+    layer = nn.Linear(1, 1, bias=False)
+    for _ in range(512):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = layer(torch.ones(1, 1)).sum()
+        loss.backward()
+    assert layer.weight.grad == 512
 
 
 def test_mean_losses_of_micro_batches_add_up_if_each_has_its_share():
@@ -496,6 +502,18 @@ def test_clipping_an_infinite_norm_makes_gradients_nan():
     weight.grad.fill_(torch.inf)
     with pytest.raises(RuntimeError, match="non-finite"):
         nn.utils.clip_grad_norm_([weight], 1.0, error_if_nonfinite=True)
+
+
+@pytest.mark.parametrize("checked", [True, False])
+def test_a_step_after_clipping_an_infinite_norm_makes_weights_nan_unless_it_is_skipped(checked):
+    """AMP0212."""
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    weight.grad = torch.tensor([1.0, torch.inf])
+    norm = nn.utils.clip_grad_norm_([weight], 1.0)
+    if not checked or norm.isfinite():
+        optimizer.step()
+    assert weight.isfinite().all() == checked
 
 
 def stepped(dtype: torch.dtype) -> tuple[nn.Parameter, torch.optim.Adam]:
