@@ -185,6 +185,10 @@ def test_timesteps_and_a_noise_schedule_in_bf16():
     assert (1 - schedule.bfloat16()).sqrt()[0] == 0  # no noise
     assert (1 - schedule.half()).sqrt()[0] == 0
     assert (1 - schedule).sqrt().bfloat16()[0] > 0
+    timestep = torch.tensor(937.0)
+    embedding = timestep.sin()
+    assert (embedding.bfloat16() - embedding).abs() < 0.002  # only the result is cast
+    assert (timestep.bfloat16().float().sin() - embedding).abs() > 0.9  # 936 for 937
     none = 1 - schedule.bfloat16()[0]
     assert (none / none).isnan()
     assert (1 / none).isinf()
