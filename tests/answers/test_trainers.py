@@ -541,6 +541,7 @@ def test_a_backward_pass_under_autocast_runs_the_matmuls_of_an_fp32_layer_in_bf1
 
 
 def test_an_output_layer_in_fp32_helps_if_both_sides_have_it():
+    """AMP0127."""
     hidden, weight = torch.randn(1024, 256).to(BF16), (torch.randn(1024, 256) * 0.2).to(BF16)
     other = (hidden.float() * (1 + 2**-9 * torch.randn(1024, 256))).to(BF16)  # another kernel
     target = torch.randint(0, 1024, (1024, 1))
