@@ -321,7 +321,7 @@ assert torch.tensor(1.0).bfloat16() + 1e-3 == 1  # an update of a bf16 weight
 # -->
 #
 # **What you see.** A model needs more memory for inference with autocast than in fp32. The memory grows with
-# each layer ([a report](https://github.com/huggingface/transformers/issues/8403)).
+# each layer ([a report](https://github.com/ecmwf/anemoi-core/issues/134)).
 #
 # **A small example.** We run a layer twice inside one block and count the casts. If
 # the second pass makes fewer casts, autocast has kept copies from the first.
@@ -420,7 +420,9 @@ print(message_of(lambda: torch._scaled_grouped_mm(fp8(32, 100), fp8(64, 100).T, 
 # multiples of 8, and on an A100 multiples of 64.
 #
 # **The fix.** Pad the vocabulary to a multiple of 64. To train in FP8, also pad the tokens in the collate function, to
-# a multiple of 16, and drop an incomplete last batch with `drop_last=True`. Or keep the layer in bf16. <!--
+# a multiple of 16 (MXFP8:
+# [32](https://github.com/NVIDIA/TransformerEngine/blob/main/transformer_engine/pytorch/csrc/quantizer.cpp)), and drop
+# an incomplete last batch with `drop_last=True`. Or keep the layer in bf16. <!--
 # tests/notebooks/test_08g_speed_and_memory.py --> If [vLLM](https://github.com/vllm-project/vllm/issues/42384) or
 # [SGLang](https://github.com/sgl-project/sglang/issues/3345) refuses the sizes of an FP8 checkpoint, try a smaller
 # tensor-parallel size.

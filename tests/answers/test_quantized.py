@@ -449,6 +449,7 @@ def read(file):
 
 
 def test_the_master_weights_of_float8_training_are_in_fp32(monkeypatch):
+    """AMP0230."""
     float8 = pytest.importorskip("torchao.float8", reason="torchao is not installed")
     from torch.distributed.fsdp import fully_shard
     from torchao.float8 import fsdp_utils

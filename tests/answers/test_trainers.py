@@ -120,7 +120,7 @@ def test_the_code_loads_in_fp32(saved_in_bf16):
 
 
 def test_the_old_name_of_the_dtype_still_works(saved_in_bf16):
-    """AMP0311."""
+    """AMP0311 and AMP0092."""
     auto = library("transformers").AutoModelForCausalLM
     assert auto.from_pretrained(saved_in_bf16, torch_dtype=FP32).dtype is FP32
     assert auto.from_pretrained(saved_in_bf16, dtype=FP32).dtype is FP32

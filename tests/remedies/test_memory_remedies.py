@@ -61,6 +61,7 @@ def too_large() -> MemoryTable:
 
 @does("memory.eight_bit_state")
 def test_adams_state_in_eight_bits(too_large):
+    """AMP0172 and AMP0230."""
     line = advised("memory.eight_bit_state", too_large)
     assert "--optimizer adamw-8bit" in line
     saved = peak(new_model()) - peak(new_model(), optimizer="adamw-8bit")
@@ -69,6 +70,7 @@ def test_adams_state_in_eight_bits(too_large):
 
 @does("memory.shard")
 def test_more_ranks(too_large):
+    """AMP0172."""
     line = advised("memory.shard", too_large)
     ranks = int(re.search(r"--fsdp-ranks (\d+)", line)[1])
     assert line.endswith("and the step then fits")
@@ -88,6 +90,8 @@ def test_weights_in_bf16(too_large):
 
 @does("memory.adapters")
 def test_frozen_weights_with_adapters(too_large):
+    """AMP0172."""
+
     class Adapted(nn.Module):
         def __init__(self, layer: nn.Linear):
             super().__init__()
@@ -109,6 +113,8 @@ def test_frozen_weights_with_adapters(too_large):
 
 @does("memory.checkpoint")
 def test_checkpointed_blocks():
+    """AMP0230."""
+
     class Checkpointed(nn.Sequential):
         def forward(self, x):
             for block in self:
