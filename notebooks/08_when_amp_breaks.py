@@ -325,7 +325,7 @@ assert failure.code == "AMP0018"
 # | [FSDP refuses parameters of two dtypes](08h_compile_and_processes.ipynb#FSDP-refuses-parameters-of-two-dtypes) `AMP0181` | `` FSDP expects uniform original parameter dtype but got `` |
 # | [The ranks of a distributed run diverge](08h_compile_and_processes.ipynb#The-ranks-of-a-distributed-run-diverge) `AMP0182` | the ranks of a DDP run drift apart, have other gradient norms, or skip different steps |
 # | [Compiled and eager results differ](18_inference_and_export.ipynb#What-torch.compile-changes) `AMP0095` | log-probs differ between eager and torch.compile in bfloat16, allclose fails |
-# | [NaN appears only with torch.compile](08h_compile_and_processes.ipynb#A-compiled-model-has-different-gradients) `AMP0183` | torch.compile with reduce-overhead or max-autotune goes to NaN, plain compile is fine |
+# | [NaN appears only with torch.compile](../docs/compile_and_kernels.md#the-loss-is-nan-only-with-torchcompile-where-do-i-look) `AMP0183` | torch.compile with reduce-overhead or max-autotune goes to NaN, plain compile is fine |
 # | [A wrapper of autocast breaks the compiled graph](08h_compile_and_processes.ipynb#The-scaler-is-inside-a-compiled-function) `AMP0180` | `` setattr() is not supported on type autocast `` |
 # | [Autocast makes torch.compile recompile](18_inference_and_export.ipynb#What-torch.compile-changes) `AMP0184` | `` GLOBAL_STATE changed: autocast `` |
 # | [A compiled model is no faster](10_speed_ladder.ipynb#Climb) `AMP0096` | a compiled model is no faster |

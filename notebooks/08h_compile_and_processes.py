@@ -89,7 +89,7 @@ assert (eager, compiled) == (torch.tensor(1.001).item(), 1.0)
 # an `autocast(enabled=False)` region in 16 bits.
 #
 # **The fix.** Move the autocast block *into* the compiled function. Or set
-# `torch._functorch.config.backward_pass_autocast = "off"` (torch 2.9 or later) before you compile.
+# `torch._functorch.config.backward_pass_autocast = "off"` before you compile.
 
 
 # %%
@@ -323,7 +323,8 @@ print(message_of(lambda: torch.amp.custom_fwd(make)))
 # **The fix.** Write `torch.autocast("cuda", dtype=torch.float16)`, `torch.amp.GradScaler("cuda")` and
 # `@torch.amp.custom_fwd(device_type="cuda")`. For the CPU, write `torch.autocast("cpu", dtype=torch.bfloat16)` and
 # replace `"cuda"` with `"cpu"` in the other calls. `amp-lab migrate` can rewrite the old names. If the warning comes
-# from a library, update the library. <!-- tests/migrate/test_torch_amp.py -->
+# from a library, [update the library](https://github.com/espnet/espnet/pull/6424).
+# <!-- tests/migrate/test_torch_amp.py -->
 
 # %%
 assert warnings_of(lambda: torch.autocast("cuda", dtype=torch.float16, enabled=False)) == ""
@@ -396,6 +397,7 @@ assert "Expected to have finished reduction in the prior iteration" in unused
 # ready](https://docs.pytorch.org/docs/stable/notes/ddp.html). By default, if `backward` computes no gradient for a
 # trained parameter, its group is never ready. The next training step can then raise an error. With
 # `static_graph=True`, the same parameters must get a gradient in each step.
+# <!-- tests/notebooks/test_08h_compile_and_processes.py -->
 #
 # **The fix.** Remove the layers that the loss does not use, or freeze them before you create the DDP model.
 # If the unused layers change from step to step, pass `find_unused_parameters=True` instead of

@@ -153,6 +153,28 @@ def test_the_ladder_names_the_part_of_the_compiler(broken_relu, capsys):
 
 
 @pytest.mark.slow
+def test_a_function_that_is_not_compiled_has_no_nan(broken_relu):
+    """AMP0183."""
+    batch, relu = torch.full((8,), -0.25), torch.compiler.disable(torch.relu)
+    assert torch.compile(sloped)(batch).isnan()
+    loss = torch.compile(lambda x: (0.5 - relu(x)).sqrt().sum())(batch)
+    torch.testing.assert_close(loss, sloped(batch))
+
+
+@pytest.mark.slow
+def test_if_a_kernel_gives_nan_other_values_can_be_wrong_too(broken_relu):
+    """AMP0183."""
+
+    def two_results(x):
+        return torch.stack([(0.5 - x.relu()).sqrt(), x.relu()]).nan_to_num(nan=0.5**0.5)
+
+    batch = torch.full((8,), -0.25)
+    result, expected = torch.compile(two_results)(batch), two_results(batch)
+    torch.testing.assert_close(result[0], expected[0])
+    assert (result[1] != expected[1]).all()
+
+
+@pytest.mark.slow
 def test_the_ladder_is_finite_for_a_sound_model(compiler, capsys):
     batch = torch.full((8,), -0.25)
     exec(code_of("NaN only with"), {"torch": torch, "loss_of": sloped, "batch": batch})

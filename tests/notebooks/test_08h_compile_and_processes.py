@@ -99,6 +99,7 @@ def test_a_class_around_autocast_breaks_the_graph_and_a_function_does_not():
 
 
 def test_without_fullgraph_the_class_around_autocast_is_not_compiled():
+    """AMP0180."""
     graphs = []
 
     def backend(graph, inputs):
@@ -111,6 +112,38 @@ def test_without_fullgraph_the_class_around_autocast_is_not_compiled():
     graphs.clear()
     assert torch.compile(product, backend=backend)(x).dtype is BF16
     assert not graphs
+
+
+def test_a_compiled_function_calls_no_method_of_the_scaler():
+    """AMP0041."""
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight])
+    scaler = torch.amp.GradScaler("cpu")
+    calls = {
+        "scale": lambda x: scaler.scale(x.sum()),
+        "unscale_": lambda x: scaler.unscale_(optimizer),
+        "step": lambda x: scaler.step(optimizer),
+        "update": lambda x: scaler.update(),
+    }
+    for name, call in calls.items():
+        compiled = torch.compile(call, backend="eager", fullgraph=True)
+        message = message_of(lambda compiled=compiled: compiled(x))
+        assert f"the function `GradScaler.{name}` should not be traced" in message
+        assert code_of(f"torch._dynamo.exc.Unsupported: {message}") == "AMP0041"
+
+
+def test_a_model_and_a_loss_under_autocast_are_one_graph():
+    """AMP0041 and AMP0096."""
+
+    def loss_of(x):
+        with torch.autocast("cpu", dtype=BF16):
+            product = x @ x
+        return product.float().sum()
+
+    assert torch.compile(loss_of, backend="eager", fullgraph=True)(x) == 8
+    assert torch._dynamo.explain(loss_of)(x).graph_break_count == 0
+    broken = torch._dynamo.explain(lambda x: loss_of(x) * loss_of(x).item())(x)
+    assert broken.graph_break_count == 1
 
 
 def square_over(x):
@@ -143,6 +176,23 @@ def test_autocast_causes_another_compilation_and_a_stance_refuses_it():
     assert "GLOBAL_STATE changed: autocast" in message
     assert code_of(message) == "AMP0184"
     assert torch._dynamo.config.recompile_limit == 8
+
+
+def test_another_dtype_recompiles_and_the_same_block_or_one_inside_does_not():
+    """AMP0184."""
+    compiled = torch.compile(lambda x: x @ x, backend="eager")
+    with torch.autocast("cpu", dtype=BF16):
+        compiled(x)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        with torch.autocast("cpu", dtype=BF16):
+            assert compiled(x).dtype is BF16
+        with torch.autocast("cpu", dtype=torch.float16):
+            message = message_of(lambda: compiled(x))
+    assert code_of(message) == "AMP0184"
+    inside = torch.compile(product_in(lambda: torch.autocast("cpu", dtype=BF16)), backend="eager")
+    inside(x)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        assert inside(x).dtype is BF16
 
 
 def test_at_the_limit_of_recompilations_only_further_combinations_run_in_eager_mode(caplog):
@@ -260,6 +310,7 @@ def test_a_default_dtype_that_holds_only_in_the_first_run_is_not_used(names_dtyp
     "options", [{"use_reentrant": True}, {"use_reentrant": False, "determinism_check": "none"}]
 )
 def test_without_its_check_a_checkpoint_gives_a_wrong_gradient(options):
+    """AMP0080."""
     right = gradient_of(Rotary())
     assert not torch.equal(gradient_of(lambda x: checkpoint(Rotary(), x, **options)), right)
 
@@ -272,6 +323,16 @@ def test_the_old_scaler_takes_a_device_for_its_scale():
         scaler = torch.cpu.amp.GradScaler("cpu")
     message = message_of(lambda: scaler.scale(torch.ones(1)))
     assert code_of(f"TypeError: {message}") == "AMP0035"
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_new_names_take_a_device_and_do_not_warn(device):
+    """AMP0035."""
+    with warnings.catch_warnings(action="error"):
+        torch.autocast(device, dtype=BF16, enabled=False)
+        torch.amp.GradScaler(device, enabled=False)
+        torch.amp.custom_fwd(nn.Identity.forward, device_type=device)
+        torch.amp.custom_bwd(nn.Identity.forward, device_type=device)
 
 
 # --- TF32 ---
@@ -289,7 +350,81 @@ def test_two_old_tf32_switches_can_contradict_each_other():
     assert torch.get_float32_matmul_precision() == before
 
 
+def test_the_old_switch_of_convolutions_changes_both_names():
+    """AMP0037."""
+    cudnn = torch.backends.cudnn
+    before = cudnn.allow_tf32
+    try:
+        with warnings.catch_warnings(action="ignore"):  # may say: use the new API settings
+            for is_tf32 in (not before, before):
+                cudnn.allow_tf32 = is_tf32
+                assert cudnn.allow_tf32 is is_tf32
+                assert (cudnn.conv.fp32_precision == "tf32") is is_tf32
+    finally:
+        cudnn.allow_tf32 = before
+
+
 # --- several processes ---
+
+
+class Branch(nn.Sequential):
+    def forward(self, x, both):
+        return self[1](self[0](x)) if both else self[0](x)
+
+
+def train_with_ddp(*steps, freezes=False, **options):
+    """One step for each of `steps`, which say whether the step uses both layers."""
+    layers = Branch(nn.Linear(2, 2), nn.Linear(2, 2))
+    layers[1].requires_grad_(not freezes)
+    model = DistributedDataParallel(layers, **options)
+    for both in steps:
+        model(x, both).sum().backward()
+
+
+def test_ddp_wants_the_same_gradients_in_each_step(group_of_one):
+    """AMP0040."""
+    for steps, options in (
+        ((False, False), {}),
+        ((False, True), {"static_graph": True}),
+        ((True, False, True), {"static_graph": True}),
+    ):
+        message = message_of(lambda steps=steps, how=options: train_with_ddp(*steps, **how))
+        assert code_of(f"RuntimeError: {message}") == "AMP0040"
+    train_with_ddp(False, True, False, freezes=True)
+    train_with_ddp(False, True, False, find_unused_parameters=True)
+
+
+def two_dtypes(freezes=False):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).bfloat16())
+    model[1].requires_grad_(not freezes)
+    return model
+
+
+@pytest.mark.filterwarnings("ignore")  # FSDP1 is deprecated, and does not shard with one rank
+def test_fsdp1_wants_one_dtype_of_frozen_weights_too(group_of_one):
+    """AMP0181."""
+    message = message_of(lambda: fsdp1(two_dtypes(freezes=True), use_orig_params=True))
+    assert code_of(f"ValueError: {message}") == "AMP0181"
+    how = {"use_orig_params": True, "mixed_precision": MixedPrecision(param_dtype=BF16)}
+    assert fsdp1(two_dtypes(freezes=True).float(), **how)(x).dtype is BF16
+
+
+def test_fsdp_casts_fp32_weights_for_the_computation(group_of_one):
+    """AMP0181."""
+    message = message_of(lambda: shard(two_dtypes(), param_dtype=BF16)(x))
+    assert code_of(f"AssertionError: {message}") == "AMP0181"
+    for model in (two_dtypes().float(), two_dtypes().to(BF16)):
+        assert shard(model, param_dtype=BF16)(x).dtype is BF16
+
+
+def test_the_sum_of_fp16_gradients_overflows_unless_they_are_divided_before():
+    """AMP0091."""
+    gradients = torch.full((8,), 20_000.0)  # of eight ranks
+    assert gradients.half().isfinite().all()
+    assert gradients.half().sum().isinf()
+    assert (gradients.half() / 8).sum() == 20_000
+    assert gradients.bfloat16().sum().isfinite()
+    assert gradients.sum() == 160_000
 
 
 def test_a_gradient_of_another_dtype_cannot_be_assigned():
@@ -305,6 +440,8 @@ def test_sync_batch_norm_is_refused_on_a_cpu(group_of_one):
     model = nn.SyncBatchNorm.convert_sync_batchnorm(norms)
     for refused in (lambda: DistributedDataParallel(model), lambda: model(x)):
         assert code_of(f"ValueError: {message_of(refused)}") == "AMP0191"
+    plain = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    assert DistributedDataParallel(plain)(x).shape == x.shape
 
 
 def test_a_collective_wants_one_dtype(group_of_one):
@@ -349,6 +486,8 @@ def test_fsdp2_casts_tensors_in_a_dict_but_not_in_another_object(group_of_one):
     assert model({"x": x}).dtype is BF16
     with pytest.raises(RuntimeError, match="must have the same dtype"):
         model(SimpleNamespace(x=x))
+    model.layer.register_forward_pre_hook(lambda layer, args: args[0].to(layer.weight.dtype))
+    assert model(SimpleNamespace(x=x)).dtype is BF16
 
 
 @dataclass
@@ -368,9 +507,25 @@ def test_fsdp2_casts_no_buffer_and_keeps_the_dtype_of_the_weights(group_of_one):
     shard(model, param_dtype=BF16)
     assert model(x).dtype is BF16
     assert model.table.dtype is torch.float32
-    low = shard(nn.Linear(2, 2).bfloat16(), param_dtype=BF16)
-    low(x).sum().backward()
-    assert low.weight.dtype is low.weight.grad.dtype is BF16
+    with pytest.raises(RuntimeError, match="same dtype"):
+        model(x) @ torch.diag(model.table)
+    assert (model(x) @ torch.diag(model.table.to(BF16))).dtype is BF16
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float32])
+def test_fsdp2_updates_the_weights_in_their_dtype(group_of_one, dtype):
+    """AMP0194."""
+    model = nn.Linear(2, 2, bias=False).to(BF16)
+    nn.init.ones_(model.weight)
+    shard(model.float() if dtype is torch.float32 else model, param_dtype=BF16)
+    output = model(x)
+    output.sum().backward()
+    assert output.dtype is BF16
+    assert model.weight.dtype is model.weight.grad.dtype is dtype
+    optimizer = torch.optim.SGD(model.parameters(), lr=2**-11)
+    optimizer.step()
+    is_lost = (model.weight.full_tensor() == 1).all().item()
+    assert is_lost is (dtype is BF16)
 
 
 def sums_of_two_dtypes() -> str:
@@ -452,11 +607,6 @@ def test_a_compiled_sharded_model_has_fp32_gradients(group_of_one, how):
     assert {weight.grad.dtype for weight in model.parameters()} == {torch.float32}
 
 
-class Branch(nn.Sequential):
-    def forward(self, x, both):
-        return self[1](self[0](x)) if both else self[0](x)
-
-
 def test_fsdp2_accumulates_in_two_dtypes_in_torch_2_11(group_of_one):
     """AMP0192."""
     model = Branch(nn.Linear(2, 2), nn.Linear(2, 2))
@@ -499,6 +649,48 @@ def test_onnx_runtime_refuses_a_norm_that_was_exported_under_autocast(newer):
     message = message_of(lambda: session_of(norm(), example, newer=newer, dtype=torch.float16))
     assert code_of(message) == "AMP0062"
     session_of(norm().half(), example.half(), newer=newer)
+
+
+def add_with_a_constant(dtype):
+    """A model of ONNX that adds a constant of this dtype to an input in fp16."""
+    onnx = pytest.importorskip("onnx", reason="pip install onnxruntime onnxscript")
+    half, helper = onnx.TensorProto.FLOAT16, onnx.helper
+    graph = helper.make_graph(
+        [helper.make_node("Add", ["x", "one"], ["y"])],
+        "graph",
+        [helper.make_tensor_value_info("x", half, [1])],
+        [helper.make_tensor_value_info("y", half, [1])],
+        [helper.make_tensor("one", dtype(onnx.TensorProto), [1], [1.0])],
+    )
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+
+
+def load(model):
+    onnxruntime = pytest.importorskip("onnxruntime", reason="pip install onnxruntime onnxscript")
+    content = model.SerializeToString()
+    return onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])
+
+
+def test_onnx_runtime_refuses_a_constant_that_was_left_in_fp32():
+    """AMP0062."""
+    refused = add_with_a_constant(lambda types: types.FLOAT)
+    assert code_of(message_of(lambda: load(refused))) == "AMP0062"
+    load(add_with_a_constant(lambda types: types.FLOAT16))
+
+
+def test_the_converter_of_onnx_runtime_casts_around_a_blocked_operator():
+    """AMP0062."""
+    onnx = pytest.importorskip("onnx", reason="pip install onnxruntime onnxscript")
+    float16 = pytest.importorskip("onnxruntime.transformers.float16")
+    file = io.BytesIO()
+    with warnings.catch_warnings(action="ignore"):
+        torch.onnx.export(nn.LayerNorm(4), (torch.randn(2, 4),), file, dynamo=False)
+    for blocked in ([], ["LayerNormalization"]):
+        model = onnx.load_from_string(file.getvalue())
+        converted = float16.convert_float_to_float16(model, op_block_list=blocked)
+        names = [node.op_type for node in converted.graph.node]
+        assert ("Cast" in names) is bool(blocked)
+        assert load(converted).get_inputs()[0].type == "tensor(float16)"
 
 
 @pytest.mark.parametrize("newer", [False, True])
