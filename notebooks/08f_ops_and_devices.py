@@ -264,10 +264,12 @@ print(warnings_of(lambda: torch.autocast("mps", dtype=torch.float32)))
 #
 # **The fix.** Pass `tensor.device.type`, not `tensor.device`. On an AMD GPU the type is
 # [`"cuda"`](https://docs.pytorch.org/docs/stable/notes/hip.html), not `"hip"`. If autocast refuses fp16 or bf16 on a
-# CPU or on MPS, update torch. For example, autocast on MPS needs [torch 2.6 or
+# CPU or on MPS, update torch. Autocast on MPS needs [torch 2.6 or
 # later](https://github.com/huggingface/accelerate/blob/main/src/accelerate/accelerator.py) for bf16. To run a block in
 # fp32, write `enabled=False` instead of `dtype=torch.float32`. Also call `.float()` on the inputs of the block. To
-# find out whether a device supports autocast, call `torch.amp.is_autocast_available(device_type)`.
+# find out whether PyTorch has autocast for a device type, call `torch.amp.is_autocast_available(device_type)`. If a
+# backend `has not registered a module`, import or update the backend's package. <!--
+# tests/notebooks/test_08f_ops_and_devices.py -->
 
 
 # %%
@@ -391,15 +393,15 @@ if torch.cuda.is_available():
 
 # %% [markdown]
 # **Why.** The FFT's input is a 16-bit tensor, for example the 16-bit output of a layer. On CUDA, autocast does not
-# cast the inputs of an FFT. cuFFT, NVIDIA's FFT library, has fp16 kernels only for sizes that are powers of two.
-# PyTorch has no 16-bit FFT kernels for a CPU. <!-- tests/notebooks/test_08f_ops_and_devices.py -->
+# cast the inputs of an FFT. In 16 bits, cuFFT (NVIDIA's FFT library) supports only sizes that are powers of two, and
+# does not support some older GPUs. PyTorch has no 16-bit FFT kernels for a CPU. <!--
+# tests/notebooks/test_08f_ops_and_devices.py, tests/tracing/test_kernel_limits.py -->
 #
 # `torch.stft` calls the same kernels. On CUDA, `torch.fft.rfft` in fp16 returns the dtype `ComplexHalf`. PyTorch has
 # no CUDA matmul for this dtype. <!-- tests/tracing/test_kernel_limits.py -->
 #
 # **The fix.** Run the transform inside `with torch.autocast(device_type, enabled=False):`, and call `.float()` on its
-# input. Keep the next ops on the spectrum in this block too, such as matmuls and a logarithm. Then cast the result to
-# the dtype of the next layer.
+# input. Keep the matmuls on the spectrum in this block too. Then cast the result to the dtype of the next layer.
 #
 # `model.half()` also casts buffers such as a window. After `model.half()`, call `.float()` on the module that computes
 # the spectrogram.
@@ -498,7 +500,7 @@ print(f"v is {v.dtype}, q is {q.dtype}")
 assert q.dtype is torch.float32
 
 # %% [markdown]
-# **Why.** Flash attention supports only fp16 and bf16. Autocast does not cast the inputs of [`flash-attn`'s
+# **Why.** Flash attention does not support fp32. Autocast does not cast the inputs of [`flash-attn`'s
 # functions](https://github.com/Dao-AILab/flash-attention/blob/main/flash_attn/flash_attn_interface.py). Usually, the
 # model runs in fp32 without autocast, or a norm or rotary embedding returns q and k in fp32.
 #
@@ -562,9 +564,10 @@ print(message_of(lambda: xray(FlashOnly(), tokens, dtype=torch.float32)).split("
 
 # %% [markdown]
 # **Why.** No attention kernel that the program allows supports this call. On NVIDIA GPUs, PyTorch's own flash
-# attention and cuDNN kernels need an Ampere GPU or newer, and support only fp16 and bf16. If training works, the cause
-# is often a call with fp32 inputs outside autocast, for example during evaluation.
-# <!-- tests/tracing/test_kernel_limits.py -->
+# attention and cuDNN kernels need an Ampere GPU or newer, and support only fp16 and bf16. If training works, a call
+# outside autocast may get fp32 inputs, for example [during
+# sampling](https://github.com/lucidrains/denoising-diffusion-pytorch/issues/239). <!--
+# tests/tracing/test_kernel_limits.py -->
 #
 # **The fix.** If q, k and v are in fp32, run the call under autocast, or cast them to a 16-bit dtype. On NVIDIA GPUs
 # before Ampere, use fp16. If you need fp32, or if your GPU is older than Ampere, also allow

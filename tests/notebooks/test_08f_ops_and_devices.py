@@ -4,6 +4,7 @@ import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -159,16 +160,70 @@ def test_fp8_is_stored_and_cast_but_not_added():
     assert torch.equal(torch.cat([x, x]).float(), torch.ones(4))
     assert torch.equal((x.bfloat16() + x.bfloat16()).to(x.dtype).float(), torch.full((2,), 2.0))
     assert torch.finfo(x.dtype).max == 448
+    large, scale = torch.tensor(1024.0), 1024 / 448
+    assert large.to(x.dtype).float() != large  # 448 or NaN
+    assert (large / scale).to(x.dtype).float() * scale == large
 
 
-def test_an_array_of_ml_dtypes_goes_through_integers():
+def test_an_array_of_ml_dtypes_goes_through_fp32():
+    """AMP0024."""
     ml_dtypes = pytest.importorskip("ml_dtypes", reason="ml_dtypes is not installed")
     numpy = pytest.importorskip("numpy")
     array = numpy.array([1.5, -2.0], dtype=ml_dtypes.bfloat16)
     with pytest.raises(TypeError, match=r"can't convert np.ndarray of type .*bfloat16"):
         torch.from_numpy(array)
-    tensor = torch.from_numpy(array.view(numpy.int16)).view(BF16)
+    tensor = torch.from_numpy(array.astype("float32")).bfloat16()
+    assert tensor.dtype is BF16
     assert tensor.tolist() == [1.5, -2.0]
+
+
+@pytest.mark.parametrize(("number", "is_finite"), [(65519.0, True), (65520.0, False)])
+def test_fp16_is_infinite_from_65520_on(number, is_finite):
+    """AMP0024."""
+    assert torch.tensor(number).half().isfinite() == is_finite
+
+
+def test_a_weight_is_initialized_in_fp32_and_then_cast():
+    """AMP0023."""
+    with pytest.raises(NotImplementedError, match="not implemented for 'BFloat16'"):
+        nn.init.orthogonal_(torch.empty(2, 2, dtype=BF16))
+    assert nn.init.orthogonal_(torch.empty(2, 2)).to(BF16).isfinite().all()
+
+
+def test_a_backend_outside_torch_has_to_register_a_module():
+    """AMP0036."""
+    name = "privateuseone"
+    assert torch.amp.is_autocast_available(name)
+    with pytest.raises(AssertionError, match="the backend has not registered a module"):
+        torch.autocast(name, dtype=BF16)
+    module = SimpleNamespace(get_amp_supported_dtype=lambda: [BF16])
+    with mock.patch.object(torch, name, module, create=True):
+        assert torch.autocast(name, dtype=BF16).fast_dtype is BF16
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_matmul_on_a_spectrum_overflows_under_autocast(enabled):
+    """AMP0038."""
+    power = torch.fft.rfft(torch.ones(512)).abs().square()
+    with torch.autocast("cpu", dtype=FP16, enabled=enabled):
+        filtered = torch.ones(2, 257) @ power[:, None]
+    assert filtered.isfinite().all() == (not enabled)
+
+
+@pytest.mark.parametrize("norm", [F.layer_norm, F.rms_norm])
+def test_a_norm_under_autocast_returns_fp32(norm):
+    """AMP0043."""
+    with rules_of("cuda"):
+        assert norm(torch.empty(2, 4, device="cuda", dtype=FP16), (4,)).dtype is FP32
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape"),
+    [(nn.LayerNorm(4), (2, 4)), (nn.Linear(4, 4), (2, 4)), (nn.Conv2d(1, 1, 2), (1, 1, 4, 4))],
+)
+def test_usual_layers_run_in_fp16_on_a_cpu(layer, shape):
+    """AMP0066."""
+    assert layer.half()(torch.ones(shape, dtype=FP16)).dtype is FP16
 
 
 def test_an_unknown_mode_of_fp32_matmuls_has_no_effect():
@@ -280,8 +335,9 @@ def test_rotary_embeddings_in_half_precision_multiply_in_complex64():
     with pytest.raises(RuntimeError, match="ComplexHalf"):
         half @ half.mT
     with torch.autocast("cpu", dtype=BF16):
-        pairs = query.bfloat16().unflatten(-1, (-1, 2))
-        assert torch.view_as_complex(pairs).dtype is torch.complex64
+        for low in (query, query.bfloat16()):
+            pairs = low.unflatten(-1, (-1, 2))
+            assert torch.view_as_complex(pairs).dtype is torch.complex64
     with pytest.raises(RuntimeError, match="BFloat16"):
         torch.view_as_complex(query.bfloat16().unflatten(-1, (-1, 2)))
     for low in (query, query.bfloat16()):

@@ -190,6 +190,7 @@ def test_attention_in_bf16_before_ampere_has_the_plain_ops_alone():
         return on_capability(7, 5, run)
 
     assert "No available kernel" in call(BF16, FLASH, EFFICIENT, CUDNN)
+    assert "No available kernel" in call(FP16, FLASH, CUDNN)
     assert call(FP16, EFFICIENT) == call(BF16, MATH) == ""
 
 
