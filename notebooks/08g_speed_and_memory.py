@@ -223,11 +223,11 @@ assert (plain.ops, amp.ops, amp.casts) == (5, 16, 11)
 # - **Sizes** are [not multiples of 8](#A-size-is-not-a-multiple-of-16-or-8).
 # - **Convolutions** do not use
 #   [`channels_last`](https://docs.pytorch.org/tutorials/intermediate/memory_format_tutorial.html).
-# - **The fp32 run** already used [TF32](19_choose_your_precision.ipynb#What-fp32-means), which is faster than fp32.
+# - **The fp32 run** already used [TF32](19_choose_your_precision.ipynb#What-fp32-means), which can be faster.
 # - **The clock** was read [before the GPU had finished](04_fp32_vs_amp.ipynb#How-not-to-measure).
 #
 # **The fix.** Time one step in each precision, on a batch that is already on the GPU. If AMP is faster on this batch,
-# another part of the loop limits the speed, often the data loader. If AMP is not faster, try larger batches and the
+# another part of the loop limits the speed, such as the data loader. If AMP is not faster, try larger batches and the
 # dtype that `amp-lab doctor` recommends. For inference, cast the weights once. <!-- tests/cli/test_cli.py -->
 #
 # **Not this.** Do not call `model.half()` before training to avoid the casts: fp16 weights lose small updates.

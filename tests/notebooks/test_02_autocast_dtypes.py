@@ -41,6 +41,7 @@ def test_the_cache_gives_an_inner_block_the_dtype_of_the_outer_one(cached):
 
 
 def test_the_end_of_an_inner_block_does_not_clear_the_cache():
+    """AMP0171."""
     inputs, weight = torch.rand(4, 4), torch.rand(4, 4, requires_grad=True)
     with torch.autocast("cpu", dtype=BF16):
         before = inputs @ weight
