@@ -328,6 +328,7 @@ def test_sdpa_is_nearer_to_the_exact_result_than_plain_ops():
     """AMP0255."""
     q, k, v = (torch.randn(1, 4, 64, 32).to(BF16) for _ in range(3))
     exact = plain_attention(q.double(), k.double(), v.double())
+    assert error_of(plain_attention(q.float(), k.float(), v.float()), exact) < 1e-6
     assert error_of(plain_attention(q, k, v), exact) == pytest.approx(5e-3, abs=1e-3)
     assert error_of(F.scaled_dot_product_attention(q, k, v), exact) == pytest.approx(2e-3, abs=5e-4)
 
@@ -457,6 +458,23 @@ def test_the_scale_changes_in_place():
     scaler.update()
     assert scaler._scale is before
     assert before.item() == 4.0
+
+
+def test_a_gradient_stays_in_the_zeros_that_it_was_given():
+    """AMP0250: this tensor is no buffer of a CUDA graph."""
+    for mode in ("reduce-overhead", "max-autotune"):
+        assert torch._inductor.list_mode_options(mode)["triton.cudagraphs"]
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight])
+    zeros = weight.grad = torch.zeros(2)
+    for _ in range(2):
+        (2 * weight).sum().backward()
+        (2 * weight).sum().backward()
+        assert weight.grad is zeros
+        assert zeros.tolist() == [4, 4]
+        optimizer.zero_grad(set_to_none=False)
+    optimizer.zero_grad()
+    assert weight.grad is None
 
 
 class ReadsOfValues(TorchDispatchMode):

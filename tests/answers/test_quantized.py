@@ -662,6 +662,23 @@ def test_blocked_ops_of_onnx_overflow_between_two_of_them(norm_and_input):
     assert not run(left, x).any()  # every square became infinite
 
 
+def test_a_converter_to_fp16_casts_a_norm_whose_squares_overflow(norm_and_input):
+    """AMP0197."""
+    float16 = pytest.importorskip("onnxruntime.transformers.float16")
+    model, x = norm_and_input
+    file = exported(model, x)
+    how = {"keep_io_types": True, "op_block_list": []}
+    cast = float16.convert_float_to_float16(copy.deepcopy(file), **how)
+    ops = [node.op_type for node in cast.graph.node]
+    assert {"Pow", "ReduceMean"} <= set(ops)
+    assert ops.count("Cast") == 2  # the file's input and output
+    assert not copy.deepcopy(model).half()(x.half()).any()  # every square became infinite
+    blocked = float16.convert_float_to_float16(file, keep_io_types=True, op_block_list=["Pow"])
+    assert [node.op_type for node in blocked.graph.node].count("Cast") > 2
+    small = torch.tensor([1e-5, 1e-6, 1e-7])
+    assert ((small.half() / small - 1).abs() > 2**-11).all()
+
+
 def test_adapters_on_fp8_layers_of_transformers_can_be_trained():
     transformers = pytest.importorskip("transformers")
     from transformers.quantizers import quantizer_finegrained_fp8 as quantizers

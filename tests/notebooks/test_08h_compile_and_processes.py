@@ -607,6 +607,26 @@ def test_a_compiled_sharded_model_has_fp32_gradients(group_of_one, how):
     assert {weight.grad.dtype for weight in model.parameters()} == {torch.float32}
 
 
+def test_a_gradient_of_another_dtype_is_refused_unless_it_is_cast():
+    """AMP0314."""
+    weight, gradient = nn.Parameter(torch.ones(1)), torch.ones(1).bfloat16()
+    message = message_of(lambda: setattr(weight, "grad", gradient))
+    assert "attempting to assign a gradient with dtype 'c10::BFloat16'" in message
+    weight.grad = gradient.to(weight.dtype)
+
+
+def test_another_order_of_additions_is_as_near_to_fp32():
+    """AMP0209."""
+    torch.manual_seed(0)
+    left, right = (torch.randn(64, 64).bfloat16() for _ in range(2))
+    at_once = left @ right
+    halves = left[:, :32] @ right[:32] + left[:, 32:] @ right[32:]
+    assert not torch.equal(at_once, halves)
+    in_fp32 = left.float() @ right.float()
+    for result in (at_once, halves):
+        assert (result - in_fp32).norm() < 2**-8 * in_fp32.norm()
+
+
 def test_fsdp2_accumulates_in_two_dtypes_in_torch_2_11(group_of_one):
     """AMP0192."""
     model = Branch(nn.Linear(2, 2), nn.Linear(2, 2))
@@ -718,6 +738,39 @@ def test_a_batch_norm_takes_fp32_weights_from_opset_15_on(opset, is_refused):
         session_of(model, torch.randn(1, 2, 4), **how)
 
 
+def older_file(model, example, opset, *, is_mixed=False):
+    """A file of the older exporter, exported inside an autocast block or not."""
+    onnx = pytest.importorskip("onnx", reason="pip install onnxruntime onnxscript")
+    file = io.BytesIO()
+    block = torch.autocast("cpu", torch.float16, enabled=is_mixed)
+    with warnings.catch_warnings(action="ignore"), block:
+        torch.onnx.export(model.eval(), (example,), file, dynamo=False, opset_version=opset)
+    return onnx.load_from_string(file.getvalue())
+
+
+@pytest.mark.parametrize(("opset", "norm"), [(14, nn.BatchNorm1d), (17, nn.LayerNorm)])
+def test_the_checker_refuses_a_norm_that_was_exported_under_autocast(opset, norm):
+    """AMP0083."""
+    onnx = pytest.importorskip("onnx", reason="pip install onnxruntime onnxscript")
+    model, example = nn.Sequential(nn.Conv1d(4, 4, 1), norm(4)), torch.randn(1, 4, 4)
+    mixed = older_file(model, example, opset, is_mixed=True)
+    message = message_of(lambda: onnx.checker.check_model(mixed, full_check=True))
+    assert code_of(message) == "AMP0083"
+    cast = older_file(model.half(), example.half(), opset)
+    onnx.checker.check_model(cast, full_check=True)
+
+
+def test_a_layer_norm_is_one_operator_from_opset_17_on():
+    """AMP0076."""
+    for opset in (16, 17):
+        graph = older_file(nn.LayerNorm(4), torch.randn(2, 4), opset).graph
+        ops = [node.op_type for node in graph.node]
+        assert (ops == ["LayerNormalization"]) == (opset == 17)
+        assert ("Pow" in ops) == (opset == 16)
+    squares = torch.tensor([255.875, 256.0]).half().square()
+    assert squares.isinf().tolist() == [False, True]
+
+
 class Added(nn.Module):
     def __init__(self):
         super().__init__()
@@ -743,7 +796,7 @@ def test_the_older_exporter_multiplies_bf16_by_a_scalar_wrongly():
     for model in (Scaled(False), Added()):
         message = message_of(partial(session_of, model, x.bfloat16(), **how))
         assert code_of(f"RuntimeError: {message}") == "AMP0084"
-    with warnings.catch_warnings(action="ignore"):
+    with warnings.catch_warnings(action="ignore"), torch.autocast("cpu", dtype=BF16):
         for model, newer in ((Scaled(True), False), (Scaled(False), True)):
             torch.onnx.export(model, (x.bfloat16(),), io.BytesIO(), dynamo=newer)
 

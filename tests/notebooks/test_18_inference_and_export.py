@@ -268,6 +268,9 @@ def test_onnx_runtime_refuses_an_fp16_arange_of_the_older_exporter(newer):
     else:
         how = {"dynamic_axes": {"x": {0: "rows"}}, "input_names": ["x"]}
     torch.onnx.export(Positions(), (images,), file, dynamo=newer, **how)
+    onnx = pytest.importorskip("onnx", reason="pip install onnxruntime onnxscript")
+    ops = [node.op_type for node in onnx.load_from_string(file.getvalue()).graph.node]
+    assert (ops[ops.index("Range") + 1] == "Cast") == newer
     refused = onnxruntime.capi.onnxruntime_pybind11_state.InvalidGraph
     expected = nullcontext() if newer else pytest.raises(refused, match="Range")
     with expected:
