@@ -127,7 +127,7 @@ for name, dtype in PRECISIONS.items():
 #
 # With n processes, each rank takes an n-th of every batch. `DistributedSampler` gives each rank its samples. With our
 # seeds, the ranks together get the same batches as the plain loop. If you train for several epochs, call
-# `sampler.set_epoch(epoch)` before each one, or every epoch has the same order.
+# `sampler.set_epoch(epoch)` before each epoch. Otherwise, all epochs have the same order.
 # <!-- tests/notebooks/test_11_scale_out.py -->
 #
 # [`torchrun`](https://docs.pytorch.org/docs/stable/elastic/run.html) starts several copies of one script. Each copy
@@ -147,7 +147,7 @@ def join(device_type):
 
 
 # %% [markdown]
-# Our helper `run_workers` starts such functions under torchrun. <!-- tests/course/test_processes.py -->
+# Our helper `run_workers` runs functions of this notebook under torchrun. <!-- tests/course/test_processes.py -->
 #
 # ## DDP
 #
@@ -155,7 +155,7 @@ def join(device_type):
 # DDP averages the gradients with an *all-reduce*, which gives every rank the same result.
 # <!-- tests/notebooks/test_11_scale_out.py -->
 #
-# Our weights are fp32, and so are their gradients. DDP sends the gradients in fp32. A [communication
+# Our weights and their gradients are fp32, so DDP sends the gradients in fp32. A [communication
 # hook](https://docs.pytorch.org/docs/stable/ddp_comm_hooks.html) can cast them before they are sent, here to bf16.
 
 
@@ -305,9 +305,9 @@ for n in counts[1:]:
 # All set-ups have nearly the same losses as one process. In fp32, the losses are far closer than in bf16.
 #
 # The *global batch* is the batch of all ranks together. **If you keep its size, you can keep the learning rate**: the
-# average of the ranks' gradients is the gradient of the global batch. For this, the loss must be a mean over samples,
-# and all ranks need equally many. With plain batch norm, the losses change, because each rank normalises over only its
-# part of the batch.
+# average of the ranks' gradients is the gradient of the global batch. The loss must be a mean over samples, and all
+# ranks must have equally many samples. With plain batch norm, the losses change, because each rank normalises over only
+# its part of the batch.
 # <!-- tests/notebooks/test_11_scale_out.py -->
 #
 # ## What does each rank send and hold?
@@ -336,8 +336,9 @@ _ = figures.sent_bytes(bars, most)
 # | FSDP2, bf16, reduce in fp32 | about 1/4 + 1/4 + 1/2 | bf16 halves the two all-gathers |
 # | FSDP2, bf16, reduce in bf16 | about 3 x 1/4 | bf16 halves the reduce-scatter too |
 #
-# **Send weights in bf16, and sum gradients in fp32.** The layers use bf16 weights, so sending them in bf16 costs no
-# precision. But in [the first cell](#The-idea-in-five-lines), a sum in bf16 lost more precision with more ranks.
+# **Send weights in bf16, and sum gradients in fp32.** Layers that compute in bf16 use bf16 weights, so sending the
+# weights in bf16 costs no precision. But in [the first cell](#The-idea-in-five-lines), a sum in bf16 lost more
+# precision with more ranks.
 
 # %%
 sent = {name: sum(size for *_, size in parts) for name, parts in bars.items()}
@@ -358,8 +359,8 @@ assert fsdp_bytes == 16 / most
 #
 # ## One decision about the loss scale
 #
-# With fp16, every rank has its own `GradScaler`, which decides whether to skip the step. If one rank of DDP skips and
-# another does not, the ranks train different models from then on. We try DDP and FSDP2. On rank 1 only, we put
+# With fp16, every rank has its own `GradScaler`, which decides whether to skip the step. If only some
+# ranks of DDP skip, the ranks train different models from then on. We try DDP and FSDP2. On rank 1 only, we put
 # infinities in one of two places:
 #
 # - the batch;
@@ -394,9 +395,9 @@ assert decided[0]["DDP", "gradient"][1] == []
 #
 # - **DDP:** if one rank's gradients have inf or NaN before the average, the average has inf or NaN on all ranks. So all
 #   scalers skip the step.
-# - **FSDP2:** if `unscale_` finds an overflow on one rank, it tells all ranks.
+# - **FSDP2:** `unscale_` combines the overflow flags of all ranks, so all scalers make the same decision.
 #
-# So if the overflow comes from a batch, a plain `GradScaler` is enough: all ranks skip.
+# So if the overflow comes from a batch, a plain `GradScaler` is enough for DDP and FSDP2.
 #
 # If you average gradients yourself, **average them before `unscale_`**. `unscale_` checks for overflows, so if it runs
 # before the average, only the rank with the overflow skips its step. <!-- tests/notebooks/test_exercises.py -->
@@ -415,7 +416,8 @@ assert decided[0]["DDP", "gradient"][1] == []
 # ## Summary
 #
 # - With the same global batch, DDP and FSDP2 had the losses of one process, up to rounding.
-# - DDP sends the gradients of fp32 weights in fp32, even under autocast, unless a communication hook casts them.
+# - By default, DDP sends the gradients of fp32 weights in fp32, even under autocast. A communication hook can cast the
+#   gradients.
 # - FSDP2 divides weights, gradients and optimizer state among the ranks. It gathers weights in `param_dtype` and sums
 #   gradients in `reduce_dtype`. Set `reduce_dtype` to fp32.
 # - The scalers of all ranks must make the same decision. If you average gradients yourself, average them before

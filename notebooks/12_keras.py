@@ -114,8 +114,8 @@ assert layers.Dense(3).compute_dtype == "float16"
 # CUDA](https://docs.pytorch.org/docs/stable/amp.html#cuda-op-specific-behavior), float16 autocast runs a matrix
 # multiplication in float16 and a sum in float32. A policy has one compute dtype for a layer.
 #
-# Under `mixed_float16`, Keras by default casts the inputs of a layer to float16, where squares of inputs above 256
-# overflow. Batch normalization therefore [casts its input to
+# Under `mixed_float16`, Keras by default casts the floating-point inputs of a layer to float16. Squares of inputs above
+# 256 then overflow. Batch normalization therefore [casts its input to
 # float32](https://github.com/keras-team/keras/blob/master/keras/src/layers/normalization/batch_normalization.py). Our
 # layer `Energy` has no such cast. We call `Energy` under `mixed_float16` and under `float32`:
 
@@ -171,8 +171,8 @@ assert off["wrong"] > 1.8
 #
 # ## When compile adds a loss scale
 #
-# If the *model's* policy is `mixed_float16`, `compile` wraps an optimizer such as Adam in a `LossScaleOptimizer`,
-# unless you pass `auto_scale_loss=False`. We compile a small model under three policies:
+# If the *model's* policy is `mixed_float16`, `compile` by default wraps an optimizer such as Adam in a
+# `LossScaleOptimizer`. We compile a small model under three policies:
 
 
 # %%
@@ -196,7 +196,7 @@ for name in POLICIES[:3]:
 
 # %% [markdown]
 # The next model has no loss scale because of `auto_scale_loss=False`. A second model has none by accident: only its
-# layers have the policy `mixed_float16`. The model itself has the global policy, here `float32`:
+# first layer has the policy `mixed_float16`. The model itself has the global policy, here `float32`:
 
 # %%
 print("on purpose:", optimizer_of(new_head(), auto_scale_loss=False))
@@ -228,8 +228,8 @@ assert torch.amp.GradScaler("cpu").get_growth_interval() == by_layer.optimizer.d
 #
 # 1. Multiply the loss by the scale, with `scale_loss`.
 # 2. Compute the gradients of the *scaled* loss.
-# 3. Pass these gradients to `apply`. If a gradient is inf or NaN, `apply` skips the step: the weights do not change.
-#    Otherwise it divides the gradients by the scale and passes them to the inner optimizer.
+# 3. Pass these gradients to `apply`. If a gradient contains inf or NaN, `apply` skips the step. Otherwise `apply`
+#    divides the gradients by the scale and passes them to the inner optimizer.
 #
 # On torch:
 
@@ -340,9 +340,9 @@ for backend, record in trained.items():
 #
 # ## A mistake in a custom step
 #
-# If you forget `scale_loss` or divide the gradients yourself, `apply` still divides them by the scale. The weights can
-# then move too little, without an error. We update a weight once with a scaled gradient and once with an unscaled
-# gradient:
+# If you forget `scale_loss`, or if you divide the gradients yourself, `apply` still divides the gradients by the scale.
+# The weights can then move too little, without an error. We update a weight once with a scaled gradient and once with
+# an unscaled gradient:
 
 # %%
 gradient = ops.convert_to_tensor([0.5])
@@ -358,8 +358,8 @@ for kind, rate in ((keras.optimizers.SGD, 1.0), (keras.optimizers.Adam, 0.1)):
 
 # %% [markdown]
 # With SGD, the unscaled gradient moves the weight 2¹⁵ times too little, because the scale is 2¹⁵. Adam divides a
-# gradient by an average of its magnitude, so the missing factor nearly cancels: 0.08 instead of 0.1. For a much
-# smaller gradient, Adam's epsilon dominates, and the weight hardly moves.
+# gradient by an average of its magnitude, so the scale nearly cancels: 0.08 instead of 0.1. For a much smaller
+# gradient, Adam's epsilon dominates, so the weight hardly moves.
 # <!-- tests/notebooks/test_12_keras.py -->
 #
 # ## The names of TensorFlow 2.x (optional)
@@ -395,8 +395,7 @@ for wrong in ({"dynamic": False}, {"loss_scale": "dynamic"}):
 # %% [markdown]
 # ## Summary
 #
-# - A mixed policy keeps float32 weights and has one 16-bit compute dtype for a layer. Autocast chooses a dtype for
-#   each op.
+# - A layer with a mixed policy has float32 weights and one 16-bit compute dtype. Autocast chooses a dtype for each op.
 # - In a classifier, the last layer should return float32 logits. Use a loss with `from_logits=True`.
 # - If the model's policy is `mixed_float16`, `compile` adds a loss scale by default. If only the layers have that
 #   policy, wrap the optimizer yourself.
