@@ -236,6 +236,14 @@ def test_an_unknown_mode_of_fp32_matmuls_has_no_effect():
         assert found.failures[0].code == "AMP0187"
 
 
+def test_a_sum_of_ones_in_bf16_stops_at_256():
+    """AMP0305: older versions of torch add up the products of a matmul in this way."""
+    total = torch.zeros((), dtype=BF16)
+    for _ in range(300):
+        total += 1
+    assert total == 256
+
+
 @pytest.mark.parametrize("enabled", [True, False])
 def test_a_bf16_matmul_of_ones_is_exact_with_and_without_onednn(enabled):
     """AMP0305: in this version of torch."""
