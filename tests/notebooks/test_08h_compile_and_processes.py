@@ -407,6 +407,8 @@ def test_fsdp1_wants_one_dtype_of_frozen_weights_too(group_of_one):
     assert code_of(f"ValueError: {message}") == "AMP0181"
     how = {"use_orig_params": True, "mixed_precision": MixedPrecision(param_dtype=BF16)}
     assert fsdp1(two_dtypes(freezes=True).float(), **how)(x).dtype is BF16
+    inner = fsdp1(nn.Linear(2, 2).bfloat16(), **how)  # a unit of its own
+    assert fsdp1(nn.Sequential(nn.Linear(2, 2), inner), **how)(x).dtype is BF16
 
 
 def test_fsdp_casts_fp32_weights_for_the_computation(group_of_one):
@@ -415,6 +417,16 @@ def test_fsdp_casts_fp32_weights_for_the_computation(group_of_one):
     assert code_of(f"AssertionError: {message}") == "AMP0181"
     for model in (two_dtypes().float(), two_dtypes().to(BF16)):
         assert shard(model, param_dtype=BF16)(x).dtype is BF16
+
+
+def test_scales_differ_if_one_rank_loads_the_state_and_are_the_same_if_all_do():
+    """AMP0182."""
+    state = torch.amp.GradScaler("cpu", init_scale=1024.0).state_dict()
+    ranks = [torch.amp.GradScaler("cpu") for _ in range(2)]
+    ranks[0].load_state_dict(state)
+    assert ranks[0].get_scale() != ranks[1].get_scale()
+    ranks[1].load_state_dict(state)
+    assert ranks[0].get_scale() == ranks[1].get_scale()
 
 
 def test_the_sum_of_fp16_gradients_overflows_unless_they_are_divided_before():
@@ -671,16 +683,16 @@ def test_onnx_runtime_refuses_a_norm_that_was_exported_under_autocast(newer):
     session_of(norm().half(), example.half(), newer=newer)
 
 
-def add_with_a_constant(dtype):
+def add_with_a_constant(constant="FLOAT16", output="FLOAT16"):
     """A model of ONNX that adds a constant of this dtype to an input in fp16."""
     onnx = pytest.importorskip("onnx", reason="pip install onnxruntime onnxscript")
-    half, helper = onnx.TensorProto.FLOAT16, onnx.helper
+    types, helper = onnx.TensorProto, onnx.helper
     graph = helper.make_graph(
         [helper.make_node("Add", ["x", "one"], ["y"])],
         "graph",
-        [helper.make_tensor_value_info("x", half, [1])],
-        [helper.make_tensor_value_info("y", half, [1])],
-        [helper.make_tensor("one", dtype(onnx.TensorProto), [1], [1.0])],
+        [helper.make_tensor_value_info("x", types.FLOAT16, [1])],
+        [helper.make_tensor_value_info("y", getattr(types, output), [1])],
+        [helper.make_tensor("one", getattr(types, constant), [1], [1.0])],
     )
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
 
@@ -691,11 +703,12 @@ def load(model):
     return onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])
 
 
-def test_onnx_runtime_refuses_a_constant_that_was_left_in_fp32():
+@pytest.mark.parametrize("wrong", ["constant", "output"])
+def test_onnx_runtime_casts_no_constant_and_no_output(wrong):
     """AMP0062."""
-    refused = add_with_a_constant(lambda types: types.FLOAT)
+    refused = add_with_a_constant(**{wrong: "FLOAT"})
     assert code_of(message_of(lambda: load(refused))) == "AMP0062"
-    load(add_with_a_constant(lambda types: types.FLOAT16))
+    load(add_with_a_constant())
 
 
 def test_the_converter_of_onnx_runtime_casts_around_a_blocked_operator():
