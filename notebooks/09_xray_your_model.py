@@ -95,8 +95,7 @@ class Tracer(TorchDispatchMode):
 
 
 # %% [markdown]
-# **Pretend to have the device.** Autocast's decisions depend on the op, its options, its input dtypes, and on the
-# device type and dtype of autocast. They do not depend on values. So [*fake
+# **Pretend to have the device.** Autocast's decisions do not depend on values. So [*fake
 # tensors*](https://docs.pytorch.org/docs/stable/user_guide/torch_compiler/torch.compiler_fake_tensor.html) are enough:
 # they have a dtype and a device, but no data. Without CUDA, `torch.autocast("cuda")` [disables
 # autocast](https://github.com/pytorch/pytorch/blob/main/torch/amp/autocast_mode.py), so the next cell sets autocast's
@@ -318,9 +317,9 @@ for backend in BACKENDS:
 #    rule for `log_softmax`, so the result is rounded to fp16.
 # 3. Autocast casts the rounded values to fp32 for `nll_loss`. So the loss is fp32, but comes from rounded values.
 #
-# To avoid the rounding, call **`.float()` on the logits.** Autocast on the CPU does this for you, because the [CPU's
-# list](https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/autocast_mode.cpp) of ops that run in fp32 contains
-# `cross_entropy_loss`.
+# To avoid the rounding, call **`.float()` on the logits.** Autocast on the CPU casts the logits to fp32, because the
+# [CPU's list](https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/autocast_mode.cpp) of ops that run in fp32
+# contains `cross_entropy_loss`.
 #
 # ## Will it fit?
 #

@@ -188,8 +188,8 @@ assert runs["autocast"].losses != runs["O2"].losses
 # Today O3 is `model.half()` with fp16 inputs. The optimizer updates the fp16 weights. Two problems follow:
 #
 # - Small weight updates are rounded away ([notebook 16](16_low_precision_state.ipynb)).
-# - Adam can divide by zero. It divides by sqrt(v) + 1e-8, where v is the average of the squared gradients. In fp16,
-#   1e-8 becomes zero, and v becomes zero if the gradients are small.
+# - Adam can divide by zero. Apart from its bias correction, Adam divides by sqrt(v) + 1e-8, where v is the moving
+#   average of the squared gradients. In fp16, 1e-8 becomes zero, and v becomes zero if the gradients are small.
 #
 # In the first step, v is 0.001 (1 - beta2) times the squared gradient. We check that v is zero for a gradient of
 # 0.0005, and that 1e-8 is zero. Then we train at O3 for three steps:
@@ -355,8 +355,8 @@ else:
     assert migrate_source(new_program)[0] == new_program  # nothing is left to do
 
 # %% [markdown]
-# The tool does not rewrite our Apex loop, but prints a replacement for three of its lines. With `--mark`, it writes
-# this advice into the code as comments:
+# The tool does not rewrite our Apex loop, but prints advice for three lines of the loop. With `--mark`, the tool
+# writes this advice into the code as comments:
 
 # %%
 if find_spec("libcst") is not None:

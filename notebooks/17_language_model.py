@@ -101,7 +101,7 @@ result
 # The column `work in` shows the dtype of the matmuls, and `other ops in` shows the dtype of the other ops ([notebook
 # 09](09_xray_your_model.ipynb) explains the table). All matmuls run in bf16. Three parts run in fp32:
 #
-# - **The residual stream**: the embedding is fp32, and a bf16 output plus fp32 gives fp32.
+# - **The residual stream**: the embedding is fp32. A bf16 output plus this fp32 tensor gives fp32.
 # - **The norms**: their input is the fp32 residual stream.
 # - **The rotary embeddings**: bf16 queries and keys times fp32 cosines give fp32. The model casts the result back to
 #   bf16 with `.to(x.dtype)`.
@@ -173,7 +173,7 @@ print(f"two seeds in fp32 differ by up to {between_seeds:.2g}")
 # The vocabulary of Llama 3 has [128,256
 # entries](https://github.com/pytorch/torchtune/blob/main/torchtune/models/llama3/_model_builders.py). The
 # logits have a value for each token and each entry. Suppose that we train under bf16 autocast in eager mode, and call
-# `.float()` on the logits. At the peak of the backward pass, four tensors of the shape of the logits are in memory:
+# `.float()` on the logits. At the peak of the backward pass, four tensors with the logits' shape are in memory:
 #
 # - the bf16 logits, if a variable such as `logits` still refers to them (their fp32 copy is already freed);
 # - the log-softmax in fp32;
@@ -380,7 +380,7 @@ for name, limit in (("fp32", 1e-3), ("bf16", 0.5)):
 #
 # - If the batch size changes, use
 #   [batch-invariant](https://github.com/thinking-machines-lab/batch_invariant_ops) kernels.
-# - If batch, machine and PyTorch version stay the same, use
+# - For the same batch on the same machine and PyTorch version, use
 #   [`torch.use_deterministic_algorithms`](https://docs.pytorch.org/docs/stable/notes/randomness.html).
 #
 # ## Summary
