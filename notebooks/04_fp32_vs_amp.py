@@ -239,8 +239,8 @@ for picture in pictures.values():
 # <!-- tests/core/test_timing.py -->
 #
 # `is_possible` compares the speed of the step, in floating-point operations (FLOP) per second, with the speed of the
-# matmul that `describe_device` timed. Few operations reach the speed of a matmul. So if the step seems far faster, the
-# clock has probably [stopped too early](#How-not-to-measure).
+# matmul that `describe_device` timed. If the step seems far faster than this matmul, the clock has probably
+# [stopped too early](#How-not-to-measure).
 # <!-- tests/notebooks/test_04_fp32_vs_amp.py -->
 #
 # Before you run this: how much faster do you expect the step to be in 16 bits?
@@ -303,7 +303,7 @@ _ = figures.time_and_memory(
 
 # %% [markdown]
 # On our CPU, autograd saves about half as many bytes with bf16 as with FP32, because nearly all saved activations
-# are in bf16. The peak memory of a step shrinks less: it includes the weights and Adam's state, which
+# are in bf16. The peak memory of a step also includes the weights and Adam's state, which
 # [stay in fp32](06_caltech256_resnet50.ipynb#Train-the-backbone-too).
 # <!-- tests/notebooks/test_04_fp32_vs_amp.py -->
 #

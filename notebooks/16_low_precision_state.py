@@ -137,8 +137,8 @@ class Adam:
 # updates. We compare rounding to nearest with three other ways to add an update:
 # <!-- code -->
 #
-# - [**Stochastic rounding**](https://arxiv.org/abs/2010.06192) rounds up or down at random. The nearer a sum is
-#   to the upper number, the more often it is rounded up, so on average no update is lost.
+# - [**Stochastic rounding**](https://arxiv.org/abs/2010.06192) rounds up or down at random. A sum that lies three
+#   tenths of the way to the next number is rounded up in three of ten cases. So on average, no update is lost.
 # - **Kahan summation** stores the rounding error of each update in a second bf16 number for each weight, and adds
 #   this error to the next update.
 # - **fp32 masters** are a copy of the weights in fp32. The optimizer updates this copy, then casts it to bf16.
@@ -260,8 +260,8 @@ for cured in ("bf16, stochastic", "bf16, Kahan", "bf16, masters"):
     assert lag < 0.1 * (min(at_the_end(losses["bf16, nearest"])) - of_fp32)
 
 # %% [markdown]
-# The figure shows, for each way in bf16, the loss minus the fp32 loss with the same seed. A line is the mean over the
-# seeds, and a bar is their range.
+# The figure shows, for each way in bf16, the loss minus the fp32 loss with the same seed, averaged over ten steps. The
+# lines are means over the seeds. The bars and the grey band show the range over the seeds.
 #
 # Here, with rounding to nearest, the network with bf16 weights learns far more slowly than in fp32. With the
 # three other ways it learns about as fast as in fp32.
@@ -358,8 +358,8 @@ for name in ("INT8, no zero", "4 bits, no zero"):
 
 # %% [markdown]
 # Here, with INT8 the loss becomes NaN. With the other formats, even with four bits, the final loss is near the fp32
-# loss. Why does INT8 fail? The second moment averages squared gradients. We square one gradient, and count how many
-# squares become 0 in each 8-bit format:
+# loss. Why does INT8 fail? The second moment is an average of squared gradients. We square one gradient, and count how
+# many squares become 0 in each 8-bit format:
 
 # %% tags=["nbval-ignore-output"]
 torch.manual_seed(0)
@@ -374,8 +374,8 @@ for name, store in (("INT8", int8), ("INT8, no zero", without_zero(8))):
 assert zeros["INT8"] > 0.1 > zeros["INT8, no zero"] == 0
 
 # %% [markdown]
-# INT8 stores a large share of the squares as 0. Adam divides the mean by the root of the second moment. If the stored
-# second moment is 0 and the next gradient is small, this root is small. The mean can still include earlier, larger
+# INT8 stores a large share of the squares as 0. Adam divides the mean by the root of the second moment. Where the
+# stored second moment is 0, this root is small after a small gradient. The mean can still include earlier, larger
 # gradients, so the update can become so large that the loss becomes NaN. The format without a zero stores a small
 # square as its smallest number, so the root stays larger.
 #

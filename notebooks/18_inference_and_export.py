@@ -77,10 +77,10 @@ assert changed < 0.02 * len(tests)
 #   know which parts need fp32.
 # - **Cast once**: cast the weights to 16 bits before the first call. This halves the memory of the weights. Use this
 #   if the model only runs inference.
-# - **Compile**: `torch.compile` fuses small ops. Use it in fp32, under autocast, or with weights that are cast once.
+# - **Compile**: `torch.compile` fuses small ops. You can compile a model in fp32 and in both ways above.
 #
-# The next cell defines a function for autocast, a function for weights that are cast once, and `quality`, which
-# compares outputs with those in fp32:
+# The next cell defines a function for each of the first two ways. The function `quality` compares outputs with those in
+# fp32:
 
 
 # %%
@@ -182,8 +182,8 @@ print(refused[:100])
 assert refused
 
 # %% [markdown]
-# **Outputs**: cast them to fp32 with `.float()` before you compute with them. For example, a search that computes
-# similarities of embeddings in bf16 cannot rank many similarities near 1, because they become equal.
+# **Outputs**: cast them to fp32 with `.float()` before you compute with them. For example, many similarities of
+# embeddings near 1 become equal in bf16, so a search cannot rank them.
 # <!-- tests/notebooks/test_18_inference_and_export.py -->
 #
 # **Weights**: before you cast the weights, make all other changes to them, such as folding a batch norm (exercise 4).

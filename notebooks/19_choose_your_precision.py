@@ -66,8 +66,8 @@ assert report.values["bf16"].input_bits == 8
 # ## The decision
 #
 # The choice depends on the formats that a GPU multiplies *fast*, with tensor cores or similar units. `GPUS` lists
-# these formats [with their sources](../src/amp_lab/core/gpus.py). The next cell prints them for each architecture
-# and its GPUs. The cell after it defines `choose`, which returns a precision:
+# these formats [with their sources](../src/amp_lab/core/gpus.py). The next cell prints each architecture with its
+# GPUs and fast formats. The cell after it defines `choose`, which returns a precision:
 
 # %%
 kinds = {}
@@ -127,10 +127,10 @@ print("T4, a model trained in bf16:", choose(turing, "infer", trained_in="bf16")
 # - **V100, P100 and GTX 10.** [Install PyTorch 2.14 for CUDA
 #   12.6](../docs/hardware.md#install-another-build-of-torch). [PyTorch 2.15 is not
 #   built](https://github.com/pytorch/pytorch/issues/190385) for these GPUs.
-# - **V100, T4 and RTX 20.** Use fp16. These GPUs have no TF32 and [emulate
-#   bf16](../docs/hardware.md#t4-v100-and-rtx-20), which can be slower than fp32.
+# - **V100, T4 and RTX 20.** Use fp16. These GPUs have no TF32. They [emulate
+#   bf16](../docs/hardware.md#t4-v100-and-rtx-20), so bf16 can be slower than fp32.
 # - **MI210 and MI250.** Use bf16. Matmuls on these GPUs round subnormals of fp16 to 0, so PyTorch by default [casts
-#   their inputs to bf16 in the backward pass](https://docs.pytorch.org/docs/stable/notes/numerical_accuracy.html).
+#   fp16 inputs to bf16 in the backward pass](https://docs.pytorch.org/docs/stable/notes/numerical_accuracy.html).
 # - **Arc A.** Use bf16. To train in fp16, you need `GradScaler`, which uses float64. Arc A [has no
 #   float64](https://github.com/pytorch/pytorch/issues/147731).
 #   <!-- tests/notebooks/test_19_choose_your_precision.py -->
@@ -245,7 +245,7 @@ assert not in_fp16.isfinite().all()
 #   before the layers in fp32, and back to fp16 after them.
 # - **Make the values between two linear layers smaller** (exercise 4). Divide the weight and bias of the first layer
 #   by a power of two, and multiply the weight of the second layer by the same power. The second weight must still fit
-#   in fp16. With a ReLU between the layers, the outputs stay the same. A GELU changes them. <!--
+#   in fp16. With a ReLU between the layers, the outputs stay the same. With a GELU, they change. <!--
 #   tests/notebooks/test_19_choose_your_precision.py -->
 #
 # ## What other frameworks call it
@@ -253,7 +253,7 @@ assert not in_fp16.isfinite().all()
 # The frameworks in this section have three kinds of settings:
 #
 # - **Mixed**, such as `bf16-mixed`, usually means autocast. Autocast leaves the weights in the dtype in which they
-#   were created or loaded, usually fp32.
+#   were created or loaded.
 # - **True**, such as `bf16-true`, means that the weights are cast, here to bf16.
 # - **A dtype without *mixed* or *true*** can mean either: `bf16=True` in transformers usually means mixed, but
 #   `bfloat16` in Keras means true.
@@ -333,15 +333,14 @@ assert set(rows["model.to(bfloat16)"]) == {"bfloat16"}
 # accelerate (which transformers uses) and Fabric wrap the model and cast its outputs to fp32. In Lightning's
 # `training_step`, we call the model without a wrapper, so the outputs stay in bf16.
 #
-# In transformers 5, `from_pretrained` loads a model **in the dtype that its config names**, unless you pass `dtype`.
-# To fine-tune with fp32 weights, pass `dtype=torch.float32`. See also [Trainers, master weights and
-# checkpoints](../docs/trainers.md).
+# In transformers 5, `from_pretrained` by default loads a model **in the dtype that its config names**. To fine-tune with
+# fp32 weights, pass `dtype=torch.float32`. See also [Trainers, master weights and checkpoints](../docs/trainers.md).
 # <!-- tests/notebooks/test_19_choose_your_precision.py -->
 #
 # ## Summary
 #
-# - Start with bf16 where it is fast, with fp16 where only fp16 is fast, and with fp32 on other hardware. Then measure
-#   your model.
+# - Start with bf16 where bf16 is fast. Where only fp16 is fast, start with fp16. On other hardware, start with fp32.
+#   Then measure your model.
 # - By default, fp32 matmuls run in fp32, but on an NVIDIA GPU with TF32, fp32 convolutions can run in TF32.
 # - Before you cast a bf16 model to fp16, look at its largest values.
 # - In the table above, a "mixed" setting leaves fp32 weights in fp32, and a "true" setting casts them.
@@ -477,9 +476,9 @@ exercises.check_outputs(outputs)
 # ### 4. Make it fit
 #
 # The model is a `Sequential` with two linear layers and a ReLU between them. With the input `x`, the first layer
-# returns values beyond ±1024. Complete `scale_down`, which changes the model in place: divide the first layer by a
-# power of two, and multiply the weight of the last layer by it. Use the smallest power that brings the outputs of the
-# first layer within ±1024.
+# returns values beyond ±1024. Complete `scale_down`, which changes the model in place: divide the weight and
+# bias of the first layer by a power of two, and multiply the weight of the last layer by the same power. Use the
+# smallest power that brings the outputs of the first layer within ±1024.
 
 
 # %%
