@@ -66,7 +66,7 @@ assert loss.dtype is weight.dtype is weight.grad.dtype is torch.float32
 #
 # ## Settings and data
 #
-# The `"quick"` settings train a smaller network on fewer images than the `"full"` settings.
+# With the `"quick"` settings, we train a smaller network on fewer images than with the `"full"` settings.
 
 # %%
 DOWNLOAD = False  # True: fetch CIFAR-10 (170 MB) into data/ if it is not there
@@ -196,7 +196,7 @@ def train(precision, seed):
 
 # %% [markdown]
 # On a CPU, we compare FP32 with bf16. On a GPU, we compare FP32 with each precision that is clearly
-# faster, or with bf16 if none is. <!-- code -->
+# faster. If no precision is faster, we use bf16. <!-- code -->
 #
 # Before you run this: which will differ more in accuracy, two precisions or two seeds?
 

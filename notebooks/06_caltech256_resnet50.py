@@ -20,8 +20,8 @@
 #
 # **What you need.** [Notebook 04](04_fp32_vs_amp.ipynb), for the AMP step. You need no GPU and no data set.
 #
-# We ask whether training with 512 images in a batch fits into a GPU with 6 GiB. The question comes from a tutorial,
-# *Automatic mixed precision training using PyTorch*.
+# We ask whether training with 512 images in a batch fits into a GPU with 6 GiB. The network and the data set are those
+# of a tutorial, *Automatic mixed precision training using PyTorch*.
 
 # %% tags=["nbval-ignore-output"]
 import functools
@@ -359,7 +359,7 @@ exercises = checks_of("06_caltech256_resnet50")
 # ### 1. The size of a tensor
 #
 # For a batch of 256 images, a convolution returns 128 feature maps of 56x56 per image, in bf16. How many MiB do
-# the maps take?
+# all these maps take?
 
 # %%
 map_mib = ...

@@ -61,7 +61,7 @@ assert (scaled / gradient - 1).abs().max() < 2**-4
 # ## Formats of a single value
 #
 # A single value of a tensor is called an *element*. For seven formats of elements, we print the largest and the
-# smallest positive number, and below 16 bits the count of numbers: <!-- tests/formats/test_elements.py -->
+# smallest positive number. Below 16 bits, we also count the numbers: <!-- tests/formats/test_elements.py -->
 
 # %%
 for name in ("fp16", "e4m3", "e5m2", "e2m3", "e3m2", "e2m1", "int8"):
@@ -86,8 +86,8 @@ assert halves[halves >= 0].tolist() == [0, 0.5, 1, 1.5, 2, 3, 4, 6]
 # A scale depends on the largest magnitude of the values that share it. If one of these values is much larger than the
 # others, the others may become zero. So it matters which values share a scale: a whole tensor, a row, or a *block*
 # (neighbours in a row). In the table, `mxfp8` and `mxfp4` are from *MX* (microscaling), an [open
-# standard](https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf), and `nvfp4` is [from
-# NVIDIA](https://arxiv.org/abs/2509.25149):
+# standard](https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf). The format `nvfp4`
+# is [from NVIDIA](https://arxiv.org/abs/2509.25149):
 #
 # | format | element | values that share a scale | number format of the scale |
 # |---|---|---|---|
@@ -99,7 +99,7 @@ assert halves[halves >= 0].tolist() == [0, 0.5, 1, 1.5, 2, 3, 4, 6]
 # | `nvfp4` | E2M1 | 16 neighbours in a row | E4M3, and one more scale in fp32 for the whole tensor |
 #
 # `quantize` scales a tensor, rounds it to one of these formats, and undoes the scaling. We measure the *signal to
-# quantisation noise ratio* (SQNR): 0 dB is an error of 100 %, 20 dB is an error of 10 %, and 40 dB is an error of 1 %.
+# quantisation noise ratio* (SQNR): 0 dB is an error of 100 %, and every further 20 dB divide the error by 10.
 # <!-- tests/formats/test_scaling.py -->
 #
 # We round random numbers, and a copy in which one column (an *outlier channel*) is a million times as large. Before you
@@ -137,7 +137,8 @@ _ = figures.sqnr_by_format(errors)
 # | `fp8-rowwise` | each row, so here the whole tensor |
 # | `fp8-1x128`, `mxfp8`, `mxfp4` | one block in each row |
 #
-# In `nvfp4`, the fp32 scale of the whole tensor becomes so large that no E4M3 scale of a block can compensate.
+# In `nvfp4`, the fp32 scale becomes so large that even the smallest E4M3 scale is too large for the other blocks.
+# <!-- tests/formats/test_scaling.py -->
 #
 # We print the bits per value (with the scales of the blocks), and the SQNR without outliers:
 
@@ -179,9 +180,10 @@ assert at_100["mxfp4"] < at_100["nvfp4"] < alone["nvfp4"] - 5
 # | *dgrad*, the gradient of `x` | `grad @ weight` | (rows, out) @ (out, in) | out |
 # | *wgrad*, the gradient of `weight` | `grad.T @ x` | (out, rows) @ (rows, in) | rows |
 #
-# A GPU adds up the products of a block, and multiplies this sum by the scale of the block. So our blocks lie
-# along the dimension that the matmul sums over. Each tensor is an operand of two matmuls, so we round it twice. For
-# example, we round `weight` in blocks along *in* for the forward matmul, and along *out* for dgrad.
+# In [MX](https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf), a matmul adds up the
+# products of two blocks, and then multiplies the sum by the two scales. So our blocks lie along the dimension that the
+# matmul sums over. Each tensor is an operand of two matmuls that sum over different dimensions, so we round it twice.
+# For example, we round `weight` in blocks along *in* for the forward matmul, and along *out* for dgrad.
 #
 # Everything else is in fp32, such as the sums and the weights that the optimizer updates.
 
@@ -280,8 +282,8 @@ for name, values in last.items():
 _ = figures.loss_from_fp32(losses)
 
 # %% [markdown]
-# The figure shows the difference between the loss in each format and the fp32 loss with the same seed, smoothed. Each
-# line is the mean over three seeds, and each vertical bar is the range over the seeds. The grey band shows how much the
+# The figure shows the smoothed difference between the loss in each format and the fp32 loss with the same seed. Each
+# line is the mean over three seeds. Each vertical bar is the range over the seeds. The grey band shows how much the
 # fp32 loss depends on the seed.
 #
 # In `fp8` and `mxfp8`, the model learns as well as in fp32. In the four-bit formats, the loss is slightly higher.
@@ -307,8 +309,8 @@ for name in ("mxfp4", "nvfp4"):
 # Our function `rehearse` finds layers with a large error. In each format, it measures the errors of each layer and
 # of the whole model. <!-- tests/formats/test_rehearsal.py -->
 #
-# Before we call `rehearse` on our GPT, we make one hidden feature of the second MLP an outlier. We multiply the weights
-# of this feature by a million in `up`, and divide them by a million in `down`:
+# Before we call `rehearse` on our GPT, we make one hidden feature of the second MLP an outlier. In `up`, we multiply
+# the weights of this feature by a million. In `down`, we divide its weights by a million:
 # <!-- tests/formats/test_rehearsal.py -->
 
 # %% tags=["nbval-ignore-output"]
@@ -333,11 +335,11 @@ report
 # <!-- tests/formats/test_rehearsal.py -->
 #
 # - `blocks.1.up` and `blocks.1.down`: these two layers lose accuracy in all four formats because of the outlier.
-# - `token.weight`, which is also the weight of the head: FP8 and FP4 matmuls need a [multiple of
-#   16](08g_speed_and_memory.ipynb#A-size-is-not-a-multiple-of-16-or-8), but in this run the output size is 88.
+# - `token.weight`, which is also the weight of the head: in these formats, matmuls need an output size that is a
+#   [multiple of 16](08g_speed_and_memory.ipynb#A-size-is-not-a-multiple-of-16-or-8). Here the output size is 88.
 #
-# The two *error* rows show the errors of the whole model in a single step. Layers with a star are not rounded. To test
-# learning, run `amp-lab rehearse` with `--steps 20`.
+# The two *error* rows show the errors of the whole model in a single step, in which layers with a star are not
+# rounded. To test learning, run `amp-lab rehearse` with `--steps 20`.
 # <!-- tests/cli/test_rehearse_command.py -->
 
 # %%
@@ -382,7 +384,7 @@ assert off < 2**-8  # the rounding of the result to bf16
 # ## Sums in 14 bits (optional)
 #
 # Our simulation adds the products in fp32. A Hopper GPU adds FP8 products in [about 14
-# bits](https://arxiv.org/abs/2412.19437). PyTorch's FP8 matmul has two modes, and our `hopper_matmul` imitates both:
+# bits](https://arxiv.org/abs/2412.19437). Our `hopper_matmul` imitates the two modes of PyTorch's FP8 matmul:
 # <!-- tests/formats/test_hopper_sums.py -->
 #
 # - `use_fast_accum=True`: the whole sum is in 14 bits.
@@ -434,7 +436,7 @@ assert (usual, fnuz, torch.finfo(torch.float8_e4m3fnuz).max) == (1.0, 0.5, 240)
 # ## Summary
 #
 # - Without outliers, the error depends mostly on the format of the elements. With an outlier, the values that share its
-#   scale lose accuracy.
+#   scale can lose accuracy.
 # - With outliers 100 times as large as other values, one scale for the tensor was enough in FP8. In four bits, most
 #   values in the blocks with an outlier became zero.
 # - Do not start a large run in a format that fails in a short test.

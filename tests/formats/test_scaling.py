@@ -132,6 +132,22 @@ def test_an_outlier_makes_most_of_its_four_bit_block_zero(name, size):
     assert zero[:, columns // size != 100 // size].float().mean() < 0.15
 
 
+SHARED = {"fp8": 256, "fp8-rowwise": 256, "fp8-1x128": 128, "mxfp8": 32, "mxfp4": 32, "nvfp4": 256}
+
+
+@pytest.mark.parametrize(("name", "shared"), SHARED.items())
+def test_a_huge_outlier_makes_most_values_that_share_its_scale_zero(name, shared):
+    """What notebook 15 says of a column that is a million times as large."""
+    values = torch.randn(128, 256, generator=torch.Generator().manual_seed(0))
+    values[:, 100] *= 1e6
+    zero = quantize(values, name) == 0
+    columns = torch.arange(256)
+    beside = (columns // shared == 100 // shared) & (columns != 100)
+    assert zero[:, beside].float().mean() > 0.6
+    if shared < 256:
+        assert zero[:, columns // shared != 100 // shared].float().mean() < 0.15
+
+
 def test_a_block_of_int8_shrinks_with_its_scale():
     """By a thousandth, in a thousand steps, as in notebook 16: the scale is in fp32."""
     form = Format("int8 in blocks", ELEMENTS["int8"], (1, 256))
