@@ -2,6 +2,7 @@
 
 import functools
 import io
+import logging
 import os
 import warnings
 from contextlib import contextmanager
@@ -247,6 +248,37 @@ def test_the_check_of_a_trace_uses_a_weight_again_in_the_autocast_block():
         assert torch.jit.trace(layer, x, check_trace=False)(x).dtype is BF16
 
 
+def test_recompilations_are_logged(monkeypatch, caplog):
+    """AMP0096: as with the environment variable `TORCH_LOGS=recompiles`."""
+    compiled = torch.compile(lambda x: x @ x, backend="eager")
+    logger = logging.getLogger("torch._dynamo.guards.__recompiles")
+    monkeypatch.setattr(logger, "propagate", True)
+    torch._logging.set_logs(recompiles=True)
+    try:
+        compiled(x)
+        assert "Recompiling" not in caplog.text
+        with torch.autocast("cpu", dtype=BF16):
+            compiled(x)
+    finally:
+        torch._logging.set_logs()
+    assert "Recompiling" in caplog.text
+
+
+def test_the_cache_of_autocast_ends_with_the_block():
+    """AMP0079."""
+    weight = nn.Parameter(torch.ones(2, 2))
+    with torch.no_grad(), torch.autocast("cpu", dtype=BF16):
+        before = x @ weight
+        weight.fill_(2)
+        assert torch.equal(x @ weight, before)  # the cached cast
+    with torch.no_grad(), torch.autocast("cpu", dtype=BF16):
+        assert torch.equal(x @ weight, 2 * before)
+    with torch.no_grad(), torch.autocast("cpu", dtype=BF16, cache_enabled=False):
+        assert torch.equal(x @ weight, 2 * before)
+        weight.fill_(1)
+        assert torch.equal(x @ weight, before)
+
+
 # --- checkpointing ---
 
 
@@ -464,6 +496,9 @@ def test_a_collective_wants_one_dtype(group_of_one):
         lambda: dist.all_gather_into_tensor(torch.ones(2), low),
     ):
         assert code_of(f"RuntimeError: {message_of(refused)}") == "AMP0190"
+    outputs = [torch.zeros(2)]
+    dist.all_gather(outputs, low.float())
+    assert torch.equal(outputs[0], low.float())
 
 
 def test_gloo_sends_bf16_and_of_fp8_only_the_bytes(group_of_one):
