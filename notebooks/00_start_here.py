@@ -59,8 +59,7 @@ assert 2 * half.nbytes == full.nbytes
 #
 # ## A network and some data
 #
-# We train a network with three linear layers on the handwritten digits of scikit-learn. The hidden layers are wide, so
-# that there is enough work to speed up.
+# We train a network with three linear layers on the handwritten digits of scikit-learn.
 
 # %%
 digits = load_digits()
@@ -154,8 +153,8 @@ scaler = torch.amp.GradScaler(device.type, enabled=(precision is Precision.FP16)
 assert scaler.is_enabled() == (precision is Precision.FP16)
 
 # %% [markdown]
-# The line recommends fp32 or tf32 in two cases: 16 bits did not make a matrix multiplication clearly faster, or the
-# machine was too busy to measure. In both cases, AMP runs in bf16. <!-- tests/core/test_device.py -->
+# If `recommend_precision` measures no clear speed-up in 16 bits, it returns fp32 or tf32. In this case, AMP below runs
+# in bf16. <!-- tests/core/test_device.py -->
 #
 # ## Compare loss, time and memory
 #
@@ -179,7 +178,7 @@ assert abs(last[str(precision)] - last["fp32"]) < 0.02 * first  # equally well
 assert {p.dtype for p in amp_model.parameters()} == {torch.float32}
 
 # %% [markdown]
-# Both runs end at nearly the same loss. One reason is that the weights and their updates are still in fp32.
+# Both runs end at nearly the same loss. The weights are still in fp32.
 #
 # Next we measure the time of a step. We also forecast the memory of the *saved activations*: the tensors, such as the
 # inputs of layers, that the forward pass saves for the backward pass.
@@ -238,7 +237,7 @@ assert memory[str(precision)] < memory["fp32"]
 #
 # ## Summary
 #
-# Four lines of the loop are new or changed: an autocast block around the forward pass and the loss, and three calls of
+# Four lines of the AMP loop are marked: an autocast block around the forward pass and the loss, and three calls of
 # a scaler. The scaler is enabled only for fp16. Here AMP roughly halved the saved activations, and both runs ended at
 # about the same loss.
 #

@@ -81,9 +81,9 @@ for name, dtype in FORMATS.items():
 # - **fp16** has as many bits as bf16, but three more for the mantissa and three fewer for the exponent.
 # - **fp8 E5M2** has 5 exponent bits and 2 mantissa bits.
 #
-# The sixth format, **TF32**, has no dtype: it is a faster way to multiply fp32 matrices. [NVIDIA's GPUs since
+# The sixth format, **TF32**, has no dtype. [NVIDIA's GPUs since
 # Ampere](https://docs.pytorch.org/docs/stable/notes/cuda.html#tensorfloat-32-tf32-on-ampere-and-later-devices)
-# can read each fp32 input as if its mantissa had only 10 bits.
+# can read each fp32 input of a matmul as if its mantissa had only 10 bits.
 #
 # ## Range
 #
@@ -170,7 +170,7 @@ assert ((inf * 0) + 1).isnan()
 
 # %% [markdown]
 # In fp16, numbers from 65520 on become infinity. Numbers between 65504 and 65520 are rounded down to 65504. In bf16,
-# no number overflows here, but the first three are rounded to 65536.
+# none of the four overflows, but the first three are rounded to 65536.
 #
 # Infinity often becomes NaN (*not a number*) in later ops, such as infinity minus infinity.
 #
@@ -336,8 +336,7 @@ assert torch.amp.GradScaler("cpu").get_scale() == 2**16
 _ = figures.gradients_against_fp16(gradients.abs().log2(), scales=(1, 2**16))
 
 # %% [markdown]
-# The background shows what a value becomes in fp16, from left to right: zero (grey), subnormal (light grey),
-# normal (white) and infinite (grey).
+# The background shows what a value becomes in fp16.
 #
 # - **Scale 1, or 2^0 (above):** nearly all gradients lie in the two grey areas on the left, and more than
 #   a fifth become zero.

@@ -71,7 +71,7 @@ assert defaults == [torch.bfloat16] + [torch.float16] * 3
 # | lower precision | casts the inputs to `low` | `linear`, `conv2d`, `matmul` |
 # | fp32 | runs the op in fp32 | `mse_loss`, `prod`; on CUDA also `exp`, `softmax` and `layer_norm` |
 # | promote | casts the inputs to fp32 if one of them is fp32 | `index_copy` and `cat` on a CPU |
-# | (not on the list) | nothing: the op runs in the dtype of its inputs | `relu`, `add`, `mean` |
+# | (not on the list) | nothing | `relu`, `add`, `mean` |
 #
 # <!-- tests/notebooks/test_02_autocast_dtypes.py -->
 #

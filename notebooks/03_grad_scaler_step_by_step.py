@@ -14,7 +14,7 @@
 #
 # **What you'll learn.**
 # - what `scale`, `unscale_`, `step` and `update` do, and in which order to call them;
-# - why the scaler sometimes skips a step, and why this is not an error;
+# - why the scaler sometimes skips a step, and why this is usually not an error;
 # - how the scaler finds a good loss scale.
 #
 # **What you need.** [Notebook 01](01_number_formats.ipynb) and [notebook 02](02_autocast_dtypes.ipynb). You
@@ -49,7 +49,8 @@ assert kept == gradient
 # %% [markdown]
 # Without scaling, the gradient becomes zero. With scaling, the result is exactly the original gradient.
 #
-# In fp16 training, backpropagation rounds gradients to fp16. We have to scale *before* backpropagation, so we scale
+# Under autocast in fp16, linear layers [compute gradients in
+# fp16](02_autocast_dtypes.ipynb#Backward:-no-autocast-there). We have to scale *before* backpropagation, so we scale
 # the loss. Backpropagation is linear: if the loss is 4096 times as large, every gradient is 4096 times as large, apart
 # from rounding. The factor is called the **loss scale**. `torch.amp.GradScaler` scales the loss, and divides the
 # gradients by the scale before the optimizer uses them. It also adjusts the scale during training.
@@ -236,14 +237,14 @@ check(layer, -0.7756, -2.9002)
 # %% [markdown]
 # The scaler skipped two steps, because 2^17 and 2^16 are too large for fp16. In a skipped step, the
 # parameters do not change, and by default the scale halves. At 2^15 the gradients are finite, so training
-# continues. **A skipped step is not an error: the scaler lowers a scale that is too large.** A few skipped steps at
-# the start and an occasional skipped step later [are
+# continues. **A skipped step is usually not an error: the scaler lowers a scale that is too large.** A few skipped
+# steps at the start and an occasional skipped step later [are
 # normal](https://github.com/pytorch/pytorch/blob/main/torch/amp/grad_scaler.py). If the scale keeps falling, see
 # [notebook 08b](08b_learning.ipynb#The-loss-scale-falls-towards-0).
 #
 # ## Growth: after enough good steps, the scale doubles
 #
-# One batch with an overflow can leave the scale too low. By default, the scaler therefore doubles the scale after 2000
+# If the scale is too low, small gradients become zero. By default, the scaler therefore doubles the scale after 2000
 # good steps in a row. We set this `growth_interval` to 3.
 
 # %%
@@ -261,7 +262,7 @@ assert torch.amp.GradScaler(device.type).get_growth_interval() == 2000
 #
 # In a long run, the scale typically climbs until a gradient overflows. Then it halves and climbs again. To plot the
 # scale, we fit a linear layer to noisy data, with a growth interval of 10. This time the loss is in fp32, so the scale
-# may exceed 65504. Only the scaled gradients have to fit into fp16.
+# may exceed 65504. The scaled gradients still have to fit into fp16.
 
 # %%
 torch.manual_seed(0)
@@ -483,8 +484,8 @@ exercises.check_clipped_step(clipped_step)
 #     scaler.update()
 # ```
 #
-# With a scale of 1024 but without `unscale_`, the norm is 1024 times too large, so clipping shrinks the
-# gradients to almost nothing.
+# Without `unscale_`, you clip the *scaled* gradients to a norm of 1. With a scale of 1024, `step` then divides them by
+# 1024.
 #
 # </details>
 #
