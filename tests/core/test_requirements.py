@@ -36,6 +36,13 @@ def test_the_versions_of_python_that_the_readme_names_are_allowed():
     assert excluded not in allowed
 
 
+def test_the_oldest_macos_that_the_readme_names_is_that_of_torchs_wheels():
+    readme = (measure_code.ROOT / "README.md").read_text(encoding="utf-8")
+    lock = (measure_code.ROOT / "pdm.lock").read_text(encoding="utf-8")
+    oldest = set(re.findall(r'"torch-[^"]*-macosx_(\d+)_\d+_arm64\.whl"', lock))
+    assert oldest == set(re.findall(r"macOS (\d+) or later on Apple silicon", readme))
+
+
 def test_compiling_for_a_cpu_needs_a_cpp_compiler():
     torch.compiler.reset()
     # torch loses this setting if it is set and restored as an attribute.
