@@ -178,7 +178,7 @@ assert abs(last[str(precision)] - last["fp32"]) < 0.02 * first  # equally well
 assert {p.dtype for p in amp_model.parameters()} == {torch.float32}
 
 # %% [markdown]
-# Both runs end at nearly the same loss. The weights are still in fp32.
+# Both runs end at nearly the same loss. After training with AMP, the weights are still in fp32.
 #
 # Next we measure the time of a step. We also forecast the memory of the *saved activations*: the tensors, such as the
 # inputs of layers, that the forward pass saves for the backward pass.

@@ -130,7 +130,7 @@ _ = figures.range_and_spacing(pictured)
 # eps, because **the spacing doubles with each power of two**. For subnormal numbers, the relative spacing
 # grows as the numbers become smaller. <!-- tests/notebooks/test_01_number_formats.py -->
 #
-# With 16 bits you have to choose: fp16 is finer, and bf16 is wider. A format with both properties needs 19 bits: 8 for
+# With 16 bits you have to choose: fp16 is finer, but bf16 is wider. A format with both properties needs 19 bits: 8 for
 # the exponent, 10 for the mantissa and 1 for the sign.
 #
 # ## Rounding

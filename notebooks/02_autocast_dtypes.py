@@ -351,7 +351,7 @@ assert all(table[name][1] == predicted for name, predicted in here.items())
 #
 # | question | answer |
 # |---|---|
-# | Is the call eligible? | Not eligible: calls in place or with `out=` or `dtype=`; tensors that are float64, integer or on another device. |
+# | Is the call eligible? | Calls in place or with `out=` or `dtype=` are not. Tensors that are float64, integer or on another device are not. |
 # | Is the op on the list? | `matmul` is listed, `add` is not. Each backend has its own list. |
 # | Which policy does the op have? | Lower precision, fp32, or promote. |
 #
