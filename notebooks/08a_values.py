@@ -120,7 +120,7 @@ torch.testing.assert_close(loss_in(torch.bfloat16, model), exact, rtol=0.05, ato
 torch.testing.assert_close(loss_in(torch.float16, repaired), exact, rtol=0.01, atol=0)  # 11 bits
 
 # %% [markdown]
-# **Not this.** Do not clamp the activations to 65504. A value of 150,000 then becomes 65504 without a message.
+# **Not this.** Do not clamp the activations to 65504. A value of 150,000 then silently becomes 65504.
 
 # %%
 assert torch.tensor(150_000.0).half().clamp(max=65504) == 65504
@@ -169,9 +169,9 @@ print(added)
 assert added[0].isnan().all()
 
 # %% [markdown]
-# **Why.** The constant, such as -1e9 in fp16, does not fit into the tensor's dtype, so `masked_fill` can raise an
-# error. In fp16, addition and `torch.where` give -inf instead. The softmax of a row of -inf is NaN. <!--
-# tests/notebooks/test_08a_values.py -->
+# **Why.** The mask constant, such as -1e9 in fp16, does not fit into the tensor's dtype, so `masked_fill` can raise an
+# error. In fp16, addition and `torch.where` give -inf instead. If every score in a row is -inf, the softmax gives NaN.
+# <!-- tests/notebooks/test_08a_values.py -->
 #
 # **The fix.** Use a constant that fits, such as `torch.finfo(scores.dtype).min` for a mask.
 
@@ -183,8 +183,8 @@ assert attention.tolist() == [[0.5, 0.5], [1.0, 0.0]]
 assert torch.where(mask, -1e9, scores).isinf().any()
 
 # %% [markdown]
-# **Not this.** Do not *add* the lowest number to the scores: in fp16 the sum is -inf again if the score is -16 or
-# less.
+# **Not this.** Do not *add* the dtype's lowest number to the scores: in fp16 the sum is -inf again if the score is -16
+# or less.
 
 # %%
 added = (-20 * scores + mask.half() * lowest).softmax(-1)
@@ -509,9 +509,8 @@ assert all(parameter.isfinite().all() for parameter in model.parameters())
 assert not all(buffer.isfinite().all() for buffer in model.buffers())
 
 # %% [markdown]
-# **Why.** If a batch overflows, the running mean or variance of a batch norm can become inf or NaN. A skipped
-# optimizer step does not protect these buffers. Training mode does not use these buffers to normalise, but evaluation
-# does.
+# **Why.** If a batch overflows, the running mean or variance of a batch norm can become inf or NaN. A skipped optimizer
+# step does not protect these buffers. Batch norm normalises with these buffers only in evaluation mode.
 #
 # **The fix.** Measure the running statistics again on good batches, with `torch.optim.swa_utils.update_bn(loader,
 # model, device)`. Then repair the overflow.
@@ -561,12 +560,12 @@ def masked_step(scaler):
 print(message_of(lambda: masked_step(torch.amp.GradScaler("cpu", init_scale=2.0**17))))
 
 # %% [markdown]
-# **Why.** By default, `GradScaler` raises the scale until gradients overflow. Infinity times 0 is then NaN. Anomaly
+# **Why.** By default, `GradScaler` raises the scale until gradients overflow. Infinity times 0 then gives NaN. Anomaly
 # detection stops at this NaN, although the scaler would skip the step. <!-- tests/notebooks/test_08a_values.py -->
 #
 # **The fix.** Search for the NaN with a scale of 1 that does not grow: `GradScaler(init_scale=1.0,
-# growth_interval=10**9)`. If the error remains, look for the cause at the op named in the message. Do the same if you
-# use no scaler.
+# growth_interval=10**9)`. If the error remains, look for the cause at the op named in the message. Without a scaler,
+# start with this op.
 
 # %%
 assert masked_step(torch.amp.GradScaler("cpu", init_scale=1.0)).tolist() == [0.0, 1.0]

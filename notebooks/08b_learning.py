@@ -457,9 +457,9 @@ assert torch.tensor([998, 999]).to(torch.bfloat16).tolist() == [1000, 1000]
 # Autocast, the code itself or `model.bfloat16()` can cast these values. `model.bfloat16()` also casts floating-point
 # buffers.
 #
-# **The fix.** Create positions, counters and frequencies in fp32 (frequencies after `model.bfloat16()`), and indices
-# as integers. Compute the angles of RoPE inside `torch.autocast(device_type, enabled=False)`. Afterwards cast the
-# sines and cosines, but not the positions.
+# **The fix.** Create positions, counters and frequencies in fp32, and indices as integers. Create the frequencies after
+# `model.bfloat16()`. Compute the angles of RoPE inside `torch.autocast(device_type, enabled=False)`. Afterwards cast
+# the sines and cosines, but not the positions.
 
 # %%
 with torch.autocast("cpu", dtype=torch.bfloat16), torch.autocast("cpu", enabled=False):
@@ -467,7 +467,8 @@ with torch.autocast("cpu", dtype=torch.bfloat16), torch.autocast("cpu", enabled=
 assert torch.arange(2048, 2051, dtype=torch.float16).tolist() == [2048, 2048, 2050]
 
 # %% [markdown]
-# **Not this.** Do not call `.float()` on positions or on `inv_freq` after they were rounded: the digits are lost.
+# **Not this.** Do not call `.float()` on positions or on `inv_freq` after rounding, because the cast cannot restore the
+# lost digits.
 
 # %%
 rates = nn.Module()

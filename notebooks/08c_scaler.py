@@ -229,16 +229,16 @@ print(message)
 assert "No inf checks were recorded for this optimizer." in message
 
 # %% [markdown]
-# **Why.** All parameters of this optimizer had a `.grad` of `None` when the scaler checked them. For example, they are
-# frozen or belong to another copy of the model, or you called `unscale_` before `backward()`. Or the loss does not
-# depend on the parameters: `.item()`, `.detach()`, `torch.tensor(...)` and ops without a derivative, such as `argmax`,
-# disconnect the loss from the parameters.
-# <!-- tests/notebooks/test_08c_scaler.py -->
+# **Why.** All parameters of this optimizer had a `.grad` of `None` when the scaler checked them. For example, the
+# parameters are frozen or belong to another copy of the model. Or you called `unscale_` before `backward()`. Or the
+# loss does not depend on the parameters: `.item()`, `.detach()`, `torch.tensor(...)` and ops without a derivative, such
+# as `argmax`, disconnect the loss from the parameters. <!-- tests/notebooks/test_08c_scaler.py -->
 #
 # **The fix.** If the parameters should not be trained in this step, do not call `scaler.step` for their optimizer. If
-# you call neither `unscale_` nor `step` for any optimizer, leave out `scaler.update()` too. Otherwise unfreeze the
-# parameters, or build the optimizer from the model that computes the loss. Call `unscale_` after `backward()`. Remove
-# `no_grad`, and combine losses with `+` or `torch.stack`. <!-- tests/notebooks/test_08c_scaler.py -->
+# you leave out `unscale_` and `step` for all optimizers, leave out `scaler.update()` too. If the parameters should be
+# trained, unfreeze them, or build the optimizer from the model that computes the loss. Call `unscale_` after
+# `backward()`. Remove `no_grad`, and combine losses with `+` or `torch.stack`. <!-- tests/notebooks/test_08c_scaler.py
+# -->
 
 # %%
 assert two_parts(step_both=False) == [False, True]
@@ -316,12 +316,11 @@ assert len(set(messages.values())) == 7
 
 # %% [markdown]
 # **Why.** Call the methods of an enabled scaler in a fixed order. Between two calls of `update`, call `unscale_` and
-# `step` at most once for each optimizer. Call `unscale_` before `step`. A call that comes too early can also raise an
-# error. After `unscale_` or `step`, call `update` before you pickle the scaler. `update` can also fail if the `step`
-# of a fused optimizer found no gradients.
-# <!-- tests/notebooks/test_08c_scaler.py -->
+# `step` at most once for each optimizer. Call `unscale_` before `step`. A call can also raise an error if an earlier
+# call is missing. After `unscale_` or `step`, call `update` before you pickle the scaler. `update` can also fail if the
+# `step` of a fused optimizer found no gradients. <!-- tests/notebooks/test_08c_scaler.py -->
 #
-# **The fix.** For [every optimizer step](https://docs.pytorch.org/docs/stable/notes/amp_examples.html), call
+# **The fix.** For [every optimizer step](https://docs.pytorch.org/docs/stable/notes/amp_examples.html), first call
 # `scaler.scale(loss).backward()` for each batch. If you clip, call `scaler.unscale_(optimizer)` next. Call
 # `scaler.step(optimizer)` for each optimizer, and `scaler.update()` once at the end. With Accelerate or Lightning, do
 # not call the scaler yourself: replace `loss.backward()` with `accelerator.backward(loss)`, `fabric.backward(loss)` or
