@@ -238,9 +238,9 @@ for picture in pictures.values():
 # 3. If other programs disturb too many rounds, `compare` marks the result as *not reliable*.
 # <!-- tests/core/test_timing.py -->
 #
-# `is_possible` compares the speed of the step, in floating-point operations (FLOP) per second, with the speed of the
-# matmul that `describe_device` timed. If the step seems far faster than this matmul, the clock has probably
-# [stopped too early](#How-not-to-measure).
+# `is_possible` checks the speed of the step in floating-point operations (FLOP) per second. If a step does far more
+# FLOP per second than the matmul that `describe_device` timed, the clock has probably [stopped too
+# early](#How-not-to-measure).
 # <!-- tests/notebooks/test_04_fp32_vs_amp.py -->
 #
 # Before you run this: how much faster do you expect the step to be in 16 bits?

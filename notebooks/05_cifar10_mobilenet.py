@@ -292,11 +292,11 @@ assert list(kind_times) == list(KINDS)
 # %% [markdown]
 # The number above a hatched bar is the speed-up of autocast. Below 1x, autocast is slower.
 #
-# On the CPU of this run, the four depthwise layers with stride 2 take less than a tenth of the time in FP32, and more
-# than a third under autocast. These layers lose far more time than the pointwise layers save. The
-# output of [`ONEDNN_VERBOSE=1`](https://uxlfoundation.github.io/oneDNN/dev_guide_verbose.html) shows why: in bf16,
-# PyTorch's CPU library oneDNN computes the input gradients of these layers with a general kernel, not a depthwise
-# kernel.
+# On the CPU of this run, the four depthwise layers with stride 2 take less than a tenth of the time of all
+# convolutions in FP32. Under autocast, they take more than a third. These layers lose far more time than the pointwise
+# layers save. The output of [`ONEDNN_VERBOSE=1`](https://uxlfoundation.github.io/oneDNN/dev_guide_verbose.html) shows
+# why: in bf16, PyTorch's CPU library oneDNN computes the input gradients of these layers with a general kernel, not a
+# depthwise kernel.
 # <!-- tests/notebooks/test_05_cifar10_mobilenet.py -->
 #
 # ## Resume: to the last bit

@@ -227,8 +227,8 @@ class LiveTensors(TorchDispatchMode):
 
 
 # %% [markdown]
-# We count two steps of a new network on random images. Only the second step has AdamW's state in memory from the
-# start. <!-- tests/notebooks/test_06_caltech256_resnet50.py -->
+# We count two steps of a new network on random images, because AdamW creates its state at the end of the first step.
+# <!-- tests/notebooks/test_06_caltech256_resnet50.py -->
 
 
 # %%

@@ -177,8 +177,8 @@ xray(net, images, device_type="cuda")
 # - `work in` is the dtype of these matmuls and convolutions.
 # - `other ops in` is the dtype of the other ops.
 #
-# In this forward pass, the casts write more bytes than the fp16 results save (see *Look at*). With a larger batch, the
-# results save more bytes, but the casts of weights do not grow.
+# *Look at* compares two numbers of bytes: those that the casts write, and those by which the fp16 results are smaller.
+# For this small batch, the first number is larger.
 #
 # ## Three models, three backends
 #

@@ -252,8 +252,8 @@ def train_fsdp(config, data, dtype, device, sums_in=torch.float32):
 # - the dtype in which gradients are summed. <!-- code -->
 #
 # `count_communication` computes how many bytes a rank sends. It assumes that the ranks form a ring, in which each rank
-# sends to the next. In a ring, an all-reduce is a reduce-scatter followed by an all-gather. Each of the two sends half
-# of the bytes. <!-- tests/parallel/test_collectives.py -->
+# sends to the next. In a ring, an all-reduce is a reduce-scatter followed by an all-gather, so each of these two sends
+# half as many bytes as an all-reduce. <!-- tests/parallel/test_collectives.py -->
 
 
 # %%
@@ -397,7 +397,7 @@ assert decided[0]["DDP", "gradient"][1] == []
 #   scalers skip the step.
 # - **FSDP2:** `unscale_` combines the overflow flags of all ranks, so all scalers make the same decision.
 #
-# So if the overflow comes from a batch, a plain `GradScaler` is enough for DDP and FSDP2.
+# So DDP and FSDP2 need no special scaler: with `GradScaler`, an overflow from a batch is skipped on all ranks.
 #
 # If you average gradients yourself, **average them before `unscale_`**. `unscale_` checks for overflows, so if it runs
 # before the average, only the rank with the overflow skips its step. <!-- tests/notebooks/test_exercises.py -->

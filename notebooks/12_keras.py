@@ -195,8 +195,9 @@ for name in POLICIES[:3]:
     assert (kind == "LossScaleOptimizer") == (name == "mixed_float16")
 
 # %% [markdown]
-# The next model has no loss scale because of `auto_scale_loss=False`. A second model has none by accident: only its
-# first layer has the policy `mixed_float16`. The model itself has the global policy, here `float32`:
+# With `auto_scale_loss=False`, the first model has no loss scale, although its policy is `mixed_float16`. The second
+# model has none because only its first layer has the policy `mixed_float16`. The model itself has the global policy,
+# here `float32`:
 
 # %%
 print("on purpose:", optimizer_of(new_head(), auto_scale_loss=False))
@@ -358,8 +359,8 @@ for kind, rate in ((keras.optimizers.SGD, 1.0), (keras.optimizers.Adam, 0.1)):
 
 # %% [markdown]
 # With SGD, the unscaled gradient moves the weight 2¹⁵ times too little, because the scale is 2¹⁵. Adam divides a
-# gradient by an average of its magnitude, so the scale nearly cancels: 0.08 instead of 0.1. For a much smaller
-# gradient, Adam's epsilon dominates, so the weight hardly moves.
+# gradient by an average of its magnitude, so the weight moves nearly as far as with the right gradient. For a much
+# smaller gradient, Adam's epsilon dominates, so the weight hardly moves.
 # <!-- tests/notebooks/test_12_keras.py -->
 #
 # ## The names of TensorFlow 2.x (optional)

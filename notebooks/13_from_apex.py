@@ -191,7 +191,7 @@ assert runs["autocast"].losses != runs["O2"].losses
 # - Adam can divide by zero. Apart from its bias correction, Adam divides by sqrt(v) + 1e-8, where v is the moving
 #   average of the squared gradients. In fp16, 1e-8 becomes zero, and v becomes zero if the gradients are small.
 #
-# In the first step, v is 0.001 (1 - beta2) times the squared gradient. We check that v is zero for a gradient of
+# In the first step, v is 1 - beta2 = 0.001 times the squared gradient. We check that v is zero for a gradient of
 # 0.0005, and that 1e-8 is zero. Then we train at O3 for three steps:
 
 # %%
@@ -262,7 +262,8 @@ torch.testing.assert_close(ours, theirs, rtol=SAME, atol=SAME)
 # |---|---|
 # | `delay_unscale=True`, to accumulate | `scale(loss).backward()` for each micro-batch, then `step` and `update` once |
 # | `num_losses=2`, `loss_id=1` | one scaler for all losses; with several optimizers, a `step` for each, then one `update` |
-# | `min_loss_scale`, `max_loss_scale` | call `update()`; if `get_scale()` is outside the limits afterwards, set the scale with `update(float(limit))` |
+# | `min_loss_scale`, `max_loss_scale` | after `update()`, compare `get_scale()` with the limits; set another scale
+# with `update(float(limit))` |
 # | `keep_batchnorm_fp32` | not needed: weights and statistics of batch norm stay fp32 | <!-- tests/notebooks/test_13_from_apex.py -->
 #
 # ## From torch.cuda.amp to torch.amp
@@ -378,8 +379,8 @@ if find_spec("libcst") is not None:
 #   the file. But their values are still rounded to fp16.
 # - At O2, the fp32 master weights are missing.
 #
-# Our reference run trains for eight steps, writes a checkpoint, and trains for eight more steps. We add the master
-# weights to this checkpoint. The resumed run has to reproduce the last eight steps.
+# Our reference run trains for eight steps, writes a checkpoint, and trains for eight more steps. The resumed run has
+# to reproduce the last eight steps. To compare, our checkpoint at O2 also has the master weights.
 # <!-- tests/notebooks/test_13_from_apex.py -->
 
 # %%

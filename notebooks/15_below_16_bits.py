@@ -137,7 +137,7 @@ _ = figures.sqnr_by_format(errors)
 # | `fp8-rowwise` | each row, so here the whole tensor |
 # | `fp8-1x128`, `mxfp8`, `mxfp4` | one block in each row |
 #
-# In `nvfp4`, the fp32 scale becomes so large that even the smallest E4M3 scale is too large for the other blocks.
+# In `nvfp4`, each block has a scale of its own, but the outlier sets the fp32 scale of the whole tensor.
 # <!-- tests/formats/test_scaling.py -->
 #
 # We print the bits per value (with the scales of the blocks), and the SQNR without outliers:
@@ -180,10 +180,10 @@ assert at_100["mxfp4"] < at_100["nvfp4"] < alone["nvfp4"] - 5
 # | *dgrad*, the gradient of `x` | `grad @ weight` | (rows, out) @ (out, in) | out |
 # | *wgrad*, the gradient of `weight` | `grad.T @ x` | (out, rows) @ (rows, in) | rows |
 #
-# In [MX](https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf), a matmul adds up the
-# products of two blocks, and then multiplies the sum by the two scales. So our blocks lie along the dimension that the
-# matmul sums over. Each tensor is an operand of two matmuls that sum over different dimensions, so we round it twice.
-# For example, we round `weight` in blocks along *in* for the forward matmul, and along *out* for dgrad.
+# The blocks lie along the dimension that the matmul sums over ([MX
+# specification](https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf)). Each tensor
+# is an operand of two matmuls that sum over different dimensions, so we round it twice. For example, we round `weight`
+# in blocks along *in* for the forward matmul, and along *out* for dgrad.
 #
 # Everything else is in fp32, such as the sums and the weights that the optimizer updates.
 
@@ -404,8 +404,7 @@ for kind_of_values, (left, right) in (("both signs", rows), ("one sign", rows.ab
         assert share < 0.01 or (fast and kind_of_values == "one sign")
 
 # %% [markdown]
-# With one sign, the sum keeps growing. The larger the sum, the more bits of a product do not fit into 14 bits and are
-# cut off.
+# With one sign, the sum keeps growing. The larger the sum is, the more bits of a new product are cut off.
 #
 # ## Which GPU supports which format (optional)
 #

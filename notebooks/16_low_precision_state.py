@@ -60,7 +60,7 @@ assert weight == 1
 # ## Bytes per parameter
 #
 # `forecast_memory` counts the bytes of weights, gradients and optimizer state. We call it for two linear layers in
-# fp32 and in bf16. AdamW's state has the dtype of the weights, eight bits or four bits:
+# fp32 and in bf16, each with AdamW, 8-bit AdamW or 4-bit AdamW:
 # <!-- tests/tracing/test_training_step.py --> <!-- tests/tracing/test_memory.py -->
 
 # %%
@@ -374,10 +374,9 @@ for name, store in (("INT8", int8), ("INT8, no zero", without_zero(8))):
 assert zeros["INT8"] > 0.1 > zeros["INT8, no zero"] == 0
 
 # %% [markdown]
-# INT8 stores a large share of the squares as 0. Adam divides the mean by the root of the second moment. Where the
-# stored second moment is 0, this root is small after a small gradient. The mean can still include earlier, larger
-# gradients, so the update can become so large that the loss becomes NaN. The format without a zero stores a small
-# square as its smallest number, so the root stays larger.
+# INT8 stores a large share of the squares as 0. Adam divides the mean by the root of the second moment. A stored 0
+# makes this root too small, so the update can become so large that the loss becomes NaN. The format without a zero
+# stores a small square as its smallest number, so the root stays larger.
 #
 # [torchao's low-bit optimizers](https://github.com/pytorch/ao/tree/main/torchao/optim) store the state in eight or
 # four bits. If your weights are in bf16, turn on stochastic rounding:

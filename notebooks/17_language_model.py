@@ -101,7 +101,8 @@ result
 # The column `work in` shows the dtype of the matmuls, and `other ops in` shows the dtype of the other ops ([notebook
 # 09](09_xray_your_model.ipynb) explains the table). All matmuls run in bf16. Three parts run in fp32:
 #
-# - **The residual stream**: the embedding is fp32. A bf16 output plus this fp32 tensor gives fp32.
+# - **The residual stream**: it begins with the fp32 embedding. Each block adds a bf16 output, and fp32 plus bf16 gives
+#   fp32.
 # - **The norms**: their input is the fp32 residual stream.
 # - **The rotary embeddings**: bf16 queries and keys times fp32 cosines give fp32. The model casts the result back to
 #   bf16 with `.to(x.dtype)`.
@@ -172,10 +173,11 @@ print(f"two seeds in fp32 differ by up to {between_seeds:.2g}")
 #
 # The vocabulary of Llama 3 has [128,256
 # entries](https://github.com/pytorch/torchtune/blob/main/torchtune/models/llama3/_model_builders.py). The
-# logits have a value for each token and each entry. Suppose that we train under bf16 autocast in eager mode, and call
-# `.float()` on the logits. At the peak of the backward pass, four tensors with the logits' shape are in memory:
+# logits have a value for each token and each entry. Suppose that we train under bf16 autocast in eager mode, keep the
+# bf16 logits in a variable, and compute the loss from `logits.float()`. At the peak of the backward pass, four tensors
+# with the logits' shape are in memory:
 #
-# - the bf16 logits, if a variable such as `logits` still refers to them (their fp32 copy is already freed);
+# - the bf16 logits;
 # - the log-softmax in fp32;
 # - the gradient of the log-softmax in fp32;
 # - the gradient of the logits in fp32.
@@ -233,8 +235,7 @@ print(f"fp32 logits: {1024 * 8000 * 4 / 2**20:.1f} MiB, one chunk: {64 * 8000 * 
 # - **fp32 for the adapters**, because bf16 [can lose small updates](16_low_precision_state.ipynb#Weights-in-bf16). By
 #   default, peft creates fp32 adapters for a 16-bit base.
 #
-# Without autocast, a bf16 input does not match the fp32 adapter. So our layer casts the input and the output of the
-# adapter:
+# Our layer casts the input and the output of the adapter, so that the layer also works without autocast:
 # <!-- tests/notebooks/test_17_language_model.py -->
 
 
@@ -331,9 +332,9 @@ assert stayed[1e-3] > 0.5
 #
 # ## The same prompt, another text
 #
-# We let the model continue 32 prompts in fp32 and in bf16, always with the likeliest character. At the first character
-# that differs, we measure the gap between the two largest fp32 logits. Before you run this: will the texts in fp32 and
-# bf16 agree? <!-- code -->
+# We let the model continue 32 prompts in fp32 and in bf16, always with the likeliest character. Where the two texts of
+# a prompt begin to differ, we measure the gap between the two largest logits of the fp32 run. Before you run this:
+# will the texts in fp32 and bf16 agree? <!-- code -->
 
 # %% tags=["nbval-ignore-output"]
 rows = lm.draw(test_data, 32, torch.Generator().manual_seed(1))[0].to(device)

@@ -182,8 +182,8 @@ print(refused[:100])
 assert refused
 
 # %% [markdown]
-# **Outputs**: cast them to fp32 with `.float()` before you compute with them. For example, many similarities of
-# embeddings near 1 become equal in bf16, so a search cannot rank them.
+# **Outputs**: cast them to fp32 with `.float()` before you compute with them. For example, a search compares
+# embeddings by their similarities. Computed in bf16, many similarities are equal.
 # <!-- tests/notebooks/test_18_inference_and_export.py -->
 #
 # **Weights**: before you cast the weights, make all other changes to them, such as folding a batch norm (exercise 4).
@@ -250,8 +250,8 @@ assert program.module()(x).dtype is torch.float32
 
 # %% [markdown]
 # The program computes in fp32, because `torch.export` does not record an autocast block around the call. For a program
-# in bf16, **cast the model first**. We export our bf16 model, save the program and load it again. The program accepts
-# any batch size, because we pass `Dim.AUTO` and an example with at least two images:
+# in bf16, **cast the model first**. We export our bf16 model, save the program and load it again. With `Dim.AUTO` and
+# an example of two or more images, the program accepts any batch size:
 # <!-- tests/notebooks/test_18_inference_and_export.py -->
 
 # %% tags=["nbval-ignore-output"]

@@ -129,8 +129,8 @@ print("T4, a model trained in bf16:", choose(turing, "infer", trained_in="bf16")
 #   built](https://github.com/pytorch/pytorch/issues/190385) for these GPUs.
 # - **V100, T4 and RTX 20.** Use fp16. These GPUs have no TF32. They [emulate
 #   bf16](../docs/hardware.md#t4-v100-and-rtx-20), so bf16 can be slower than fp32.
-# - **MI210 and MI250.** Use bf16. Matmuls on these GPUs round subnormals of fp16 to 0, so PyTorch by default [casts
-#   fp16 inputs to bf16 in the backward pass](https://docs.pytorch.org/docs/stable/notes/numerical_accuracy.html).
+# - **MI210 and MI250.** Use bf16. In fp16, matmuls on these GPUs [round subnormals to
+#   0](https://docs.pytorch.org/docs/stable/notes/numerical_accuracy.html).
 # - **Arc A.** Use bf16. To train in fp16, you need `GradScaler`, which uses float64. Arc A [has no
 #   float64](https://github.com/pytorch/pytorch/issues/147731).
 #   <!-- tests/notebooks/test_19_choose_your_precision.py -->
@@ -255,8 +255,7 @@ assert not in_fp16.isfinite().all()
 # - **Mixed**, such as `bf16-mixed`, usually means autocast. Autocast leaves the weights in the dtype in which they
 #   were created or loaded.
 # - **True**, such as `bf16-true`, means that the weights are cast, here to bf16.
-# - **A dtype without *mixed* or *true*** can mean either: `bf16=True` in transformers usually means mixed, but
-#   `bfloat16` in Keras means true.
+# - **Only a dtype** can mean either: `bf16` in transformers usually means mixed, but `bfloat16` in Keras means true.
 #
 # To see what a setting does, we look at the dtypes in a training step, first without a framework. *State* is the
 # optimizer's state:
