@@ -518,7 +518,7 @@ assert "Detected call of `lr_scheduler.step()` before `optimizer.step()`." in me
 # advanced anyway, so the schedule is ahead of the training. <!-- tests/notebooks/test_08c_scaler.py -->
 #
 # **The fix.** Call `scheduler.step()` after `scaler.update()`. With one optimizer, compare `scaler.get_scale()` before
-# and after `scaler.update()`. If the scale fell, do not advance the schedule.
+# and after `scaler.update()`. If the scale fell, do not call `scheduler.step()`.
 # <!-- tests/numerics/test_scale_log.py -->
 #
 # In Lightning, if your schedulers have `interval="step"`, override these two methods of your `LightningModule`:

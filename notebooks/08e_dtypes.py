@@ -478,9 +478,9 @@ assert "mat1 and mat2 must have the same dtype, but got BFloat16 and Half" in me
 assert "Unexpected floating ScalarType in at::autocast::prioritize" in messages[1]
 
 # %% [markdown]
-# **Why.** An op has an fp16 and a bf16 input, or its inputs have one of these dtypes in an autocast block of the other
-# dtype. If the weights are in fp32, look for two nested blocks, one in fp16 and one in bf16. Both blocks share a cache
-# of cast weights, so the inner block can use the outer block's copies.
+# **Why.** An op has an fp16 and a bf16 input. Or its inputs are in fp16 inside a bf16 autocast block, or in bf16 inside
+# an fp16 block. If the weights are in fp32, look for two nested blocks, one in fp16 and one in bf16. Both blocks share
+# a cache of cast weights, so the inner block can use the outer block's copies.
 #
 # The message with `prioritize` comes from an op that autocast runs in the widest dtype of its inputs
 # ([notebook 02](02_autocast_dtypes.ipynb)), such as `cat` on a CPU.

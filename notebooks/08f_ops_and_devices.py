@@ -267,8 +267,8 @@ print(warnings_of(lambda: torch.autocast("mps", dtype=torch.float32)))
 # CPU or on MPS, update torch. Autocast on MPS needs [torch 2.6 or
 # later](https://github.com/huggingface/accelerate/blob/main/src/accelerate/accelerator.py) for bf16. To run a block in
 # fp32, write `enabled=False` instead of `dtype=torch.float32`. Also call `.float()` on the inputs of the block. To
-# find out whether PyTorch has autocast for a device type, call `torch.amp.is_autocast_available(device_type)`. If a
-# backend `has not registered a module`, import or update the backend's package. <!--
+# find out whether PyTorch has autocast for a device type, call `torch.amp.is_autocast_available(device_type)`. If the
+# message contains `has not registered a module`, import or update the package of the backend. <!--
 # tests/notebooks/test_08f_ops_and_devices.py -->
 
 
@@ -393,8 +393,8 @@ if torch.cuda.is_available():
 
 # %% [markdown]
 # **Why.** The FFT's input is a 16-bit tensor, for example the 16-bit output of a layer. On CUDA, autocast does not
-# cast the inputs of an FFT. In 16 bits, cuFFT (NVIDIA's FFT library) supports only sizes that are powers of two, and
-# does not support some older GPUs. PyTorch has no 16-bit FFT kernels for a CPU. <!--
+# cast the inputs of an FFT. In 16 bits, cuFFT (NVIDIA's FFT library) does not support some older GPUs. On other
+# GPUs, the size must be a power of two. PyTorch has no 16-bit FFT kernels for a CPU. <!--
 # tests/notebooks/test_08f_ops_and_devices.py, tests/tracing/test_kernel_limits.py -->
 #
 # `torch.stft` calls the same kernels. On CUDA, `torch.fft.rfft` in fp16 returns the dtype `ComplexHalf`. PyTorch has
@@ -450,8 +450,8 @@ if torch.backends.mps.is_available():
 
 # %% [markdown]
 # **Why.** Apple's GPUs and Intel's Arc A GPUs do not support float64. NumPy's floating-point arrays are float64 by
-# default. `GradScaler.unscale_` also creates a float64 tensor. On MPS, only older versions of torch create it ([issue
-# 142397](https://github.com/pytorch/pytorch/issues/142397)).
+# default. `GradScaler.unscale_` also creates a float64 tensor. On MPS, only older versions of torch create
+# this tensor ([issue 142397](https://github.com/pytorch/pytorch/issues/142397)).
 #
 # **The fix.** Convert the tensor to fp32 before you move it: `torch.from_numpy(array).float().to("mps")`. In the
 # model, replace `.double()` with `.float()`, and `torch.float64` with `torch.float32`. If `GradScaler` fails on MPS,
@@ -563,15 +563,15 @@ tokens = torch.rand(1, 2, 16, 64)  # batch, heads, tokens, features
 print(message_of(lambda: xray(FlashOnly(), tokens, dtype=torch.float32)).split(";")[0])
 
 # %% [markdown]
-# **Why.** No attention kernel that the program allows supports this call. On NVIDIA GPUs, PyTorch's own flash
+# **Why.** None of the allowed attention kernels supports this call. On NVIDIA GPUs, PyTorch's own flash
 # attention and cuDNN kernels need an Ampere GPU or newer, and support only fp16 and bf16. If training works, a call
 # outside autocast may get fp32 inputs, for example [during
 # sampling](https://github.com/lucidrains/denoising-diffusion-pytorch/issues/239). <!--
 # tests/tracing/test_kernel_limits.py -->
 #
 # **The fix.** If q, k and v are in fp32, run the call under autocast, or cast them to a 16-bit dtype. On NVIDIA GPUs
-# before Ampere, use fp16. If you need fp32, or if your GPU is older than Ampere, also allow
-# `SDPBackend.EFFICIENT_ATTENTION`. If the call still fails, allow `SDPBackend.MATH`. <!--
+# before Ampere, use fp16. For fp32, and on these GPUs, also allow `SDPBackend.EFFICIENT_ATTENTION`. If the
+# call still fails, allow `SDPBackend.MATH`. <!--
 # tests/tracing/test_kernel_limits.py -->
 #
 # With `dtype=torch.bfloat16`, X-ray checks the model under autocast. Now the model runs without an error:

@@ -223,7 +223,7 @@ assert (plain.ops, amp.ops, amp.casts) == (5, 16, 11)
 # - **Sizes** are [not multiples of 8](#A-size-is-not-a-multiple-of-16-or-8).
 # - **Convolutions** do not use
 #   [`channels_last`](https://docs.pytorch.org/tutorials/intermediate/memory_format_tutorial.html).
-# - **The fp32 run** already used [TF32](19_choose_your_precision.ipynb#What-fp32-means), which can be faster.
+# - **The fp32 run** already used [TF32](19_choose_your_precision.ipynb#What-fp32-means), which can be faster than fp32.
 # - **The clock** was read [before the GPU had finished](04_fp32_vs_amp.ipynb#How-not-to-measure).
 #
 # **The fix.** Time one step in each precision, on a batch that is already on the GPU. If AMP is faster on this batch,
@@ -419,10 +419,10 @@ print(message_of(lambda: torch._scaled_grouped_mm(fp8(32, 100), fp8(64, 100).T, 
 # [recommends](https://docs.nvidia.com/deeplearning/performance/dl-performance-matrix-multiplication/index.html#requirements-tc)
 # multiples of 8, and on an A100 multiples of 64.
 #
-# **The fix.** Pad the vocabulary to a multiple of 64. To train in FP8, also pad the tokens in the collate function, to
-# a multiple of 16 (MXFP8:
-# [32](https://github.com/NVIDIA/TransformerEngine/blob/main/transformer_engine/pytorch/csrc/quantizer.cpp)), and drop
-# an incomplete last batch with `drop_last=True`. Or keep the layer in bf16. <!--
+# **The fix.** Pad the vocabulary to a multiple of 64. To train in FP8, also drop an incomplete last batch with
+# `drop_last=True`. In the collate function, pad the tokens to a multiple of 16
+# ([32](https://github.com/NVIDIA/TransformerEngine/blob/main/transformer_engine/pytorch/csrc/quantizer.cpp) for
+# MXFP8). Or keep the layer in bf16. <!--
 # tests/notebooks/test_08g_speed_and_memory.py --> If [vLLM](https://github.com/vllm-project/vllm/issues/42384) or
 # [SGLang](https://github.com/sgl-project/sglang/issues/3345) refuses the sizes of an FP8 checkpoint, try a smaller
 # tensor-parallel size.

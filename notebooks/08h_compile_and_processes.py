@@ -190,7 +190,7 @@ for dtype in (torch.bfloat16, torch.float16):
     assert outcome in ("runs", message)
 
 # %% [markdown]
-# **Why.** For an LSTM on an fp32 tensor, torch can choose oneDNN's kernel. Then autocast casts the tensors to 16 bits,
+# **Why.** For an LSTM on an fp32 tensor, torch can choose oneDNN's kernel. Autocast then casts the tensors to 16 bits,
 # but oneDNN may have no 16-bit LSTM for your CPU. <!-- tests/core/test_cpu.py -->
 #
 # **The fix.** Run the layer in fp32: open `torch.autocast("cpu", enabled=False)` around it, and cast its inputs with
