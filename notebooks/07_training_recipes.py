@@ -176,8 +176,8 @@ assert math.isclose(norms["step"], MAX_NORM, rel_tol=1e-3)
 # %% [markdown]
 # `unscale_` restores the gradient's true length, and clipping shortens the gradient to 0.1.
 #
-# **If a gradient is infinite**, clipping multiplies it by 0.1 / inf = 0, which gives NaN. In fp16 the scaler skips
-# the step. In bf16 the step is not skipped, so weights become NaN. To get an error in bf16 instead, call
+# **If a gradient is infinite**, clipping multiplies it by 0.1 / inf = 0, so it becomes NaN. In fp16 the scaler
+# skips the step. In bf16 the step is not skipped, so weights become NaN. To get an error in bf16 instead, call
 # `clip_grad_norm_` with `error_if_nonfinite=True`. <!-- tests/notebooks/test_07_training_recipes.py -->
 #
 # ## Accumulate gradients
@@ -186,8 +186,9 @@ assert math.isclose(norms["step"], MAX_NORM, rel_tol=1e-3)
 # each small batch by its share of the samples, because the last batch may be smaller. <!--
 # tests/notebooks/test_07_training_recipes.py -->
 #
-# Call `scale` for every batch. Call `step` and `update` only at the end of a group, because all gradients
-# in a sum must have the same scale. If you clip as well, call `unscale_` at the end of the group.
+# Call `scale` for every batch. Call `step` and `update` [only at the end of a
+# group](https://docs.pytorch.org/docs/stable/notes/amp_examples.html#gradient-accumulation), because all gradients in a
+# sum must have the same scale. If you clip, call `unscale_` at the end of the group.
 
 
 # %%
@@ -209,13 +210,11 @@ problem.check_same(recipes.accumulate_plain, accumulate_amp)
 # %% [markdown]
 # ## Penalise gradients
 #
-# A gradient penalty is a term of the loss that is computed from gradients.
+# A gradient penalty is a term of the loss that is computed from gradients. Under AMP, it takes [three
+# steps](https://docs.pytorch.org/docs/stable/notes/amp_examples.html#gradient-penalty):
 #
-# 1. Compute the gradients in the penalty (the *inner gradients*) from the scaled loss, so that fewer of them
-#    underflow in fp16.
-# 2. [Unscale the inner gradients by
-#    hand](https://docs.pytorch.org/docs/stable/notes/amp_examples.html#gradient-penalty), because `unscale_` changes
-#    only `.grad`.
+# 1. Compute the gradients in the penalty (the *inner gradients*) from the scaled loss.
+# 2. Unscale the inner gradients by hand, because `unscale_` changes only `.grad`.
 # 3. Compute the penalty under autocast, like the rest of the loss.
 
 
@@ -272,9 +271,9 @@ problem.check_same(recipes.schedule_plain, schedule_amp)
 #
 # ## Checkpoint activations
 #
-# Checkpointing saves memory. By default, a checkpointed part of the model [does not save
-# its activations](https://docs.pytorch.org/docs/stable/checkpoint.html), but runs a second time in the
-# backward pass. Here we checkpoint the first two layers.
+# By default, a checkpointed part of the model [does not save its
+# activations](https://docs.pytorch.org/docs/stable/checkpoint.html), but runs a second time in the backward pass. Here
+# we checkpoint the first two layers.
 
 
 # %%
@@ -501,7 +500,7 @@ exercises.check_end_of_step(end_of_step)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# Which call changes the scale?
+# Which call can change the scale?
 #
 # </details>
 #
@@ -516,7 +515,7 @@ exercises.check_end_of_step(end_of_step)
 #         scheduler.step()
 # ```
 #
-# `update` changes the scale, so call `get_scale` before it.
+# `update` can change the scale, so call `get_scale` before `update`.
 #
 # </details>
 #

@@ -9,8 +9,8 @@
 # %% [markdown]
 # # Find out why AMP broke, and repair it
 #
-# **What you'll do.** Start from what you see in a run with automatic mixed precision (AMP): an error
-# message, a warning, a NaN, or no speed-up. Find the cause and the fix.
+# **What you'll do.** Start from what you see in a run with automatic mixed precision (AMP), such as an error message
+# or a NaN. Find the cause and the fix.
 #
 # **What you'll learn.**
 # - how to look up a message or a log with `amp-lab explain`;
@@ -30,8 +30,8 @@ device, scale = start()  # AMP_LAB_DEVICE and AMP_LAB_SCALE override the choice
 # %% [markdown]
 # ## Paste your message
 #
-# `explain` finds known failures by their message. The dtypes and numbers in your message may differ from the stored
-# message. <!-- tests/failures/test_explanation.py -->
+# `explain` finds known failures by their message. Your message may have other numbers than the stored message, or
+# `BFloat16` in place of `Half`. <!-- tests/failures/test_explanation.py -->
 
 # %%
 message = """
@@ -57,14 +57,15 @@ assert failure.code == "AMP0018"
 #
 # 1. **Are all trainable parameters in fp32?** If a parameter has another dtype, [convert it
 #    first](08c_scaler.ipynb#The-parameters-are-fp16).
-# 2. **Does each forward pass run in a separate autocast block, and do you convert its output with `.float()`?** If
-#    not, look at [dtypes](08e_dtypes.ipynb).
-# 3. **Does each training step call `scale`, `backward`, `step` and `update` in this order, and clip only after
-#    `unscale_`?** If not, look at [the scaler](08c_scaler.ipynb).
+# 2. **Does each forward pass run in a separate autocast block?** If not, the [loss can stand
+#    still](08d_loop_and_resume.ipynb#The-loss-stands-still-because-the-whole-loop-is-in-one-block). Convert the
+#    output of the block [with `.float()`](08e_dtypes.ipynb#A-half-precision-output-leaves-the-block).
+# 3. **Does each training step call `scale`, `backward`, `step` and `update` in this order?** If not, look at [the
+#    scaler](08c_scaler.ipynb). Clip gradients [only after
+#    `unscale_`](08d_loop_and_resume.ipynb#Gradients-are-clipped-while-they-are-still-scaled).
 # 4. **Does the failure disappear in bf16?** If so, the range of fp16 is the likely cause: look at
 #    [values](08a_values.ipynb).
-# 5. **Does the loss scale stay above 1, with a skipped step now and then?** If the scale keeps falling, [check the
-#    loss](08b_learning.ipynb#The-loss-scale-falls-towards-0).
+# 5. **Does the loss scale keep falling?** If so, [check the loss](08b_learning.ipynb#The-loss-scale-falls-towards-0).
 #
 # ## All failures
 #
@@ -413,7 +414,7 @@ exercises.check_largest_value(largest_value)
 # largest_value = 180
 # ```
 #
-# The root of 32760 is 180.997. The squares of 181 round up to 32768 each, and their sum, 65536, is infinite.
+# The root of 32760 is 180.997. The square of 181 rounds up to 32768. Twice 32768 is 65536, which becomes infinite.
 #
 # </details>
 #
@@ -514,7 +515,6 @@ exercises.check_advance(advance)
 # ## Further reading
 #
 # - [Automatic mixed precision
-#   examples](https://docs.pytorch.org/docs/stable/notes/amp_examples.html): the right order of calls
-#   for clipping, accumulation, several losses, models and optimizers.
-# - [`torch.amp`](https://docs.pytorch.org/docs/stable/amp.html): what autocast casts on CUDA, XPU and
-#   the CPU.
+#   examples](https://docs.pytorch.org/docs/stable/notes/amp_examples.html): the order of calls,
+#   for example for clipping and accumulation.
+# - [`torch.amp`](https://docs.pytorch.org/docs/stable/amp.html): what autocast casts, for example on CUDA.

@@ -15,7 +15,7 @@
 #
 # **What you'll learn.**
 # - how to compute the limit of a step from its FLOPs;
-# - what each rung changes: precision, memory format, optimizer or compiler;
+# - what each rung changes;
 # - why a step takes longer than its limit;
 # - when AMP makes a step slower or faster.
 #
@@ -277,7 +277,7 @@ assert list(climbed.samples_s) == list(rungs)  # every rung was timed
 
 # %% [markdown]
 # Each line shows the time of a step and the limit as a percentage of this time (`of peak`). The last column shows the
-# speed-up over the plain step and the interval of this speed-up.
+# speed-up over the plain step, with its interval.
 
 # %% tags=["nbval-ignore-output"]
 _ = figures.speed_ladder({f"ConvModel, {config['size']}x{config['size']} pixels": bars})
@@ -326,7 +326,7 @@ _ = figures.roofline(roofs, limits.memory_bytes_per_s, points)
 # %% [markdown]
 # AMP's point lies to the right of the FP32 point, because AMP moves fewer bytes for the same FLOPs.
 #
-# A point shows the average of all ops of a step. A large matmul alone would lie under the flat part. A ReLU alone
+# A point averages over all ops in a step. A large matmul alone would lie under the flat part. A ReLU alone
 # would lie under the slope, because it waits for its data. Ops such as ReLU are one reason why a step takes longer than
 # its limit.
 #

@@ -12,7 +12,7 @@
 # **What you'll do.** Review ten common pieces of advice for mixed precision, and test three of them.
 #
 # **What you'll learn.**
-# - which of the ten practices are right, which matter little, and which apply only to fp16;
+# - which of the ten practices are right;
 # - what goes wrong if the backward pass runs inside the autocast block;
 # - how to read dtypes and casts from a profile of your training step.
 #
