@@ -220,8 +220,8 @@ assert torch.equal(model[0].weight.grad, x.expand(2, 2))  # right, in this versi
 # 2.11](https://github.com/pytorch/pytorch/pull/165068), a pass under `torch.no_grad()` cached copies that
 # are not connected to the weights. A later pass in the same block used these copies, so the weights got no gradient.
 #
-# **The fix.** Close the outermost autocast block after the evaluation and open a new block for training, or update
-# PyTorch.
+# **The fix.** Update PyTorch. Or close the outermost autocast block after the evaluation and open a new block for
+# training.
 
 # %% [markdown]
 # ## The scaler runs with bf16, or the dtype is not the one you meant

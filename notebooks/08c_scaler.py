@@ -375,8 +375,8 @@ assert math.isnan(weight_after_step(torch.optim.Adam, by_scaler=False, gradient=
 # %% [markdown]
 # **Why.** After `scaler.scale(loss).backward()` the gradients are multiplied by the scale, which by default starts at
 # 65536. `scaler.step(optimizer)` divides the gradients by the scale if `unscale_` has not done so yet. `scaler.step`
-# also skips the step if a gradient is infinite or NaN. `optimizer.step()` does neither. Adam's steps hardly depend on
-# the size of the gradients, but an infinite gradient makes the weight NaN.
+# also skips the step if a gradient is infinite or NaN. `optimizer.step()` neither divides nor skips. Adam's steps
+# hardly depend on the size of the gradients, but an infinite gradient makes the weight NaN.
 #
 # **The fix.** Replace every `optimizer.step()` with `scaler.step(optimizer)`, and call `scaler.update()` afterwards.
 # Do not [call both steps](https://github.com/IAHispano/Applio/pull/860): the weights would be updated twice. If your
