@@ -134,8 +134,8 @@ for dtype in HALF:
     assert len(messages) == 5 + len(OPS)  # of the 6 layers, only LayerNorm accepts half precision
 
 # %% [markdown]
-# **Why.** A half-precision tensor from an autocast block keeps this dtype after the block. Autocast does not cast
-# inputs there, so the op that fails gets a half-precision tensor and an fp32 tensor.
+# **Why.** A tensor that was computed in half precision in an autocast block keeps this dtype after the block,
+# where autocast no longer casts inputs. The op that fails gets a half-precision tensor and an fp32 tensor.
 #
 # In these cases, the cause is different:
 # - A layer raises `mat1 and mat2 must have the same dtype, but got Float and Half`: [the model is in half precision
