@@ -62,8 +62,7 @@ assert (query.dtype, rotated.dtype) == (torch.bfloat16, torch.float32)
 # - A block consists of causal attention and an MLP, with an RMSNorm before each of the two.
 # - In the attention, rotary embeddings rotate the queries (q) and keys (k), but not the values (v).
 #
-# We train this GPT on the source code of Python's module `argparse`, with one token per character. `lm.split` keeps
-# the last tenth for testing. <!-- code -->
+# We train this GPT on the source code of Python's module `argparse`, with one token per character. <!-- code -->
 
 # %%
 text = inspect.getsource(argparse)
@@ -98,8 +97,8 @@ assert dtypes["blocks.0.qkv"] == dtypes["blocks.0.rotate"] == dtypes[""] == torc
 result
 
 # %% [markdown]
-# The column `work in` shows the dtype of the matmuls, and `other ops in` shows the dtype of the other ops ([notebook
-# 09](09_xray_your_model.ipynb) explains the table). All matmuls run in bf16. Three parts run in fp32:
+# The column `work in` shows the dtype of the matmuls, and `other ops in` shows the dtype of the other ops. All matmuls
+# run in bf16. Three parts run in fp32:
 #
 # - **The residual stream**: it begins with the fp32 embedding. Each block adds a bf16 output, and fp32 plus bf16 gives
 #   fp32.
@@ -142,8 +141,8 @@ assert message.startswith("Expected query, key, and value to have the same dtype
 # %% [markdown]
 # ## Train it in each precision
 #
-# We train with three seeds in each precision, and compute each test loss in fp32. Before you run this: what
-# changes the test loss more, the precision or the seed? <!-- code -->
+# We train with three seeds in each precision. Before you run this: what changes the test loss more, the precision or
+# the seed? <!-- code -->
 
 # %% tags=["nbval-ignore-output"]
 PRECISIONS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -172,10 +171,9 @@ print(f"two seeds in fp32 differ by up to {between_seeds:.2g}")
 # ## The loss over a large vocabulary
 #
 # The vocabulary of Llama 3 has [128,256
-# entries](https://github.com/pytorch/torchtune/blob/main/torchtune/models/llama3/_model_builders.py). The
-# logits have a value for each token and each entry. Suppose that we train under bf16 autocast in eager mode, keep the
-# bf16 logits in a variable, and compute the loss from `logits.float()`. At the peak of the backward pass, four tensors
-# with the logits' shape are in memory:
+# entries](https://github.com/pytorch/torchtune/blob/main/torchtune/models/llama3/_model_builders.py). The logits have a
+# value for each token and each entry. Suppose that we train under bf16 autocast in eager mode, and compute the loss
+# from `logits.float()`. At the peak of the backward pass, four tensors with the logits' shape are in memory:
 #
 # - the bf16 logits;
 # - the log-softmax in fp32;
@@ -191,9 +189,8 @@ print(f"logits: {values * 2 / 2**30:.1f} GiB, all four tensors: {total:.1f} GiB"
 assert 27 < total < 28
 
 # %% [markdown]
-# To save memory, compute the loss **in chunks** of tokens, and checkpoint each chunk. The backward pass then
-# recomputes the logits one chunk at a time, and frees each chunk after use: <!--
-# tests/notebooks/test_17_language_model.py -->
+# To save memory, compute the loss **in chunks** of tokens, and checkpoint each chunk. The backward pass then recomputes
+# the logits one chunk at a time: <!-- tests/notebooks/test_17_language_model.py -->
 
 
 # %%
@@ -221,7 +218,7 @@ torch.testing.assert_close(in_chunks, direct, rtol=1e-4, atol=1e-7)
 print(f"fp32 logits: {1024 * 8000 * 4 / 2**20:.1f} MiB, one chunk: {64 * 8000 * 4 / 2**20:.1f} MiB")
 
 # %% [markdown]
-# The logits of one chunk take 2 MiB instead of 31.2 MiB. From torch 2.13 on, PyTorch can compute a loss in chunks: call
+# From torch 2.13 on, PyTorch can compute a loss in chunks: call
 # [`F.linear_cross_entropy`](https://docs.pytorch.org/docs/2.13/generated/torch.nn.functional.linear_cross_entropy.html)
 # with the argument `options`.
 # <!-- tests/notebooks/test_17_language_model.py -->
@@ -231,11 +228,11 @@ print(f"fp32 logits: {1024 * 8000 * 4 / 2**20:.1f} MiB, one chunk: {64 * 8000 * 
 # LoRA freezes a weight (the *base*). It adds the scaled product of two narrow matrices (the *adapter*) to
 # the weight, and trains only these matrices. Use these dtypes:
 #
-# - **bf16 for the frozen base**, because training does not update the base;
+# - **bf16 for the frozen base**;
 # - **fp32 for the adapters**, because bf16 [can lose small updates](16_low_precision_state.ipynb#Weights-in-bf16). By
 #   default, peft creates fp32 adapters for a 16-bit base.
 #
-# Our layer casts the input and the output of the adapter, so that the layer also works without autocast:
+# Our layer casts the input and the output of the adapter:
 # <!-- tests/notebooks/test_17_language_model.py -->
 
 
@@ -299,12 +296,11 @@ assert dtypes["blocks.0.qkv"] == dtypes["blocks.1"] == torch.bfloat16  # no fp32
 #
 # ### What merging loses
 #
-# Merging adds the *update* (the scaled product of the adapter's matrices) to the weight, so that inference needs no
-# adapter. If you store the sum in bf16, each value is rounded.
+# Merging adds the *update* (the scaled product of the adapter's matrices) to the weight. If you store the sum in bf16,
+# each value is rounded.
 #
-# We scale the update of one layer to 1, 0.01, 0.001 and 0.0001 times the norm of the weight. Each time, we add the
-# update to the weight, and round the sum to bf16. Before you run this: how much is left of an update that is 1000
-# times smaller than the weight?
+# We scale the update of one layer to 1, 0.01, 0.001 and 0.0001 times the norm of the weight. Before you run this: how
+# much is left of an update that is 1000 times smaller than the weight?
 
 # %% tags=["nbval-ignore-output"]
 layer = adapted.blocks[1].up
@@ -324,8 +320,7 @@ assert stayed[1e-3] > 0.5
 # %% [markdown]
 # Neighbouring [normal bf16 numbers](01_number_formats.ipynb) are 0.4 to 0.8 % apart. If the update of a value is less
 # than half of this distance, rounding restores the old value. Here, an update of 0.001 times the weight is too small
-# for most values, so a large part of the update is lost. With 0.01, some values are rounded up and others down. These
-# errors nearly cancel, so nearly the whole update is left.
+# for most values, so a large part of the update is lost.
 #
 # To keep the update, **keep the adapter separate, or merge into an fp32 copy of the base**. If you need a bf16 weight,
 # compute the sum in fp32 and round only the sum.
@@ -360,14 +355,13 @@ print(f"test loss: {in_fp32:.3f} in fp32, {in_bf16:.3f} in bf16")
 assert abs(in_bf16 - in_fp32) < 0.01
 
 # %% [markdown]
-# A text diverges at a *near tie*: the two largest logits are so close that rounding to bf16 changes their order. All
-# later characters can differ, because each character depends on those before it. Here, the test loss is nearly the
-# same, so the model is not worse in bf16. Compare models by their loss, not by their texts.
+# A text diverges at a *near tie*: the two largest logits are so close that rounding to bf16 changes their order. Here,
+# the test loss is nearly the same, so the model is not worse in bf16. Compare models by their loss, not by their texts.
 #
 # Even in one precision, the same prompt can [give two
 # texts](https://thinkingmachines.ai/blog/defeating-nondeterminism-in-llm-inference/). With a different batch size or
-# text length, the matrices have different shapes. A matmul may then add the same numbers in a different order, with
-# different rounding. We compute the logits of ten characters, first alone and then at the beginning of a longer text:
+# text length, a matmul may add the same numbers in a different order, with different rounding. We compute the logits of
+# ten characters, first alone and then at the beginning of a longer text:
 
 # %% tags=["nbval-ignore-output"]
 for name, limit in (("fp32", 1e-3), ("bf16", 0.5)):
@@ -432,8 +426,8 @@ exercises.check_logits(gibibytes)
 #
 # ### 2. Bring them to one dtype
 #
-# Complete `attend`. It is called outside autocast, with q and k in fp32 (from a rotation) and v in 16 bits. Compute
-# the attention in the dtype of v, and return it in this dtype.
+# Complete `attend`. It is called outside autocast, with q and k in fp32 and v in 16 bits. Compute the attention in the
+# dtype of v, and return it in this dtype.
 
 
 # %%
@@ -475,8 +469,8 @@ exercises.check_chunked(mean_of_chunks)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# The mean of the chunks' means is usually wrong if one chunk has more padding. Add up the losses of both chunks, and
-# divide by the number of tokens that are not padding. By default, `F.cross_entropy` ignores the target -100.
+# Add up the losses of both chunks, and divide by the number of tokens that are not padding. By default,
+# `F.cross_entropy` ignores the target -100.
 #
 # </details>
 #
