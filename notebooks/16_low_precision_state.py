@@ -51,16 +51,15 @@ print(f"after a thousand updates: {weight.item()}; above 1, bf16's numbers are {
 assert weight == 1
 
 # %% [markdown]
-# The weight has not changed at all. The next bf16 number above 1 is about 1.0078. Each update is less than half of the
-# distance to this number, so each sum is rounded back to 1.
+# The weight has not changed at all. Each update is less than half of the distance to the next bf16 number, so each sum
+# is rounded back to 1.
 #
 # To avoid losing such updates, AMP leaves fp32 weights in fp32 and [casts copies of them to 16
 # bits](02_autocast_dtypes.ipynb).
 #
 # ## Bytes per parameter
 #
-# `forecast_memory` counts the bytes of weights, gradients and optimizer state. We call it for two linear layers in
-# fp32 and in bf16, each with AdamW, 8-bit AdamW or 4-bit AdamW:
+# `forecast_memory` counts the bytes of weights, gradients and optimizer state:
 # <!-- tests/tracing/test_training_step.py --> <!-- tests/tracing/test_memory.py -->
 
 # %%
@@ -133,8 +132,8 @@ class Adam:
 
 
 # %% [markdown]
-# `weight += update` rounds the sum to the nearest number of the weight's dtype, so a bf16 weight loses small
-# updates. We compare rounding to nearest with three other ways to add an update:
+# `weight += update` rounds the sum to the nearest number of the weight's dtype. We compare rounding to nearest with
+# three other ways to add an update:
 # <!-- code -->
 #
 # - [**Stochastic rounding**](https://arxiv.org/abs/2010.06192) rounds up or down at random. A sum that lies three
@@ -143,9 +142,9 @@ class Adam:
 #   this error to the next update.
 # - **fp32 masters** are a copy of the weights in fp32. The optimizer updates this copy, then casts it to bf16.
 #
-# A bf16 number is the upper 16 bits of an fp32 number. The function `stochastic` in the next cell adds random bits to
-# the lower 16 bits, and then sets the lower 16 to zero. If the addition carries a 1 into the upper bits, the result
-# is the next bf16 number.
+# A bf16 number is the upper 16 bits of an fp32 number. The function `stochastic` adds random bits to the lower 16 bits,
+# and then sets the lower 16 to zero. If the addition carries a 1 into the upper bits, the result is the next bf16
+# number.
 # <!-- code -->
 
 
@@ -242,8 +241,8 @@ WAYS = {
 
 
 # %% [markdown]
-# We train in each way with three seeds and a small learning rate, and print the mean loss of the last 20 steps. Before
-# you run this: in which ways will the network learn as fast as in fp32?
+# We train in each way with three seeds and a small learning rate. Before you run this: in which ways will the network
+# learn as fast as in fp32?
 
 # %% tags=["nbval-ignore-output"]
 losses = {}
@@ -260,8 +259,8 @@ for cured in ("bf16, stochastic", "bf16, Kahan", "bf16, masters"):
     assert lag < 0.1 * (min(at_the_end(losses["bf16, nearest"])) - of_fp32)
 
 # %% [markdown]
-# The figure shows, for each way in bf16, the loss minus the fp32 loss with the same seed, averaged over ten steps. The
-# lines are means over the seeds. The bars and the grey band show the range over the seeds.
+# The figure shows, for each way in bf16, the loss minus the fp32 loss with the same seed. The bars show the range over
+# the seeds.
 #
 # Here, with rounding to nearest, the network with bf16 weights learns far more slowly than in fp32. With the
 # three other ways it learns about as fast as in fp32.
@@ -288,13 +287,11 @@ print(f"after a thousand steps without a gradient: {square.item()}; in fp32 {0.9
 assert square == 1
 
 # %% [markdown]
-# The second moment does not shrink, so after a large gradient it stays large. Adam divides by the root of the second
-# moment, so the next updates are too small.
+# The second moment does not shrink. Adam divides by the root of the second moment, so the next updates are too small.
 #
-# Now we round both moments to eight or four bits, in blocks with an fp32 scale. As in
-# [torchao](https://github.com/pytorch/ao/blob/main/torchao/optim/adam.py), a block has 256 eight-bit or 128 four-bit
-# values, and moments of tensors with fewer than 4,096 values are not rounded. Our code stores the rounded values in
-# fp32, so it saves no memory. We compare three formats:
+# Now we round both moments to eight or four bits, in blocks with an fp32 scale, as in
+# [torchao](https://github.com/pytorch/ao/blob/main/torchao/optim/adam.py). Our code stores the rounded values in fp32,
+# so it saves no memory. We compare three formats:
 # <!-- tests/formats/test_scaling.py -->
 #
 # - *INT8*: evenly spaced numbers from -127 to 127, for both moments;
@@ -357,9 +354,9 @@ for name in ("INT8, no zero", "4 bits, no zero"):
     assert max(at_the_end(learned[name])) < max(at_the_end(learned["fp32"])) + 0.05
 
 # %% [markdown]
-# Here, with INT8 the loss becomes NaN. With the other formats, even with four bits, the final loss is near the fp32
-# loss. Why does INT8 fail? The second moment is an average of squared gradients. We square one gradient, and count how
-# many squares become 0 in each 8-bit format:
+# Here, with INT8 the loss becomes NaN. With the other formats, the final loss is near the fp32 loss. Why does INT8
+# fail? The second moment is an average of squared gradients. We square one gradient, and count how many squares become
+# 0 in each 8-bit format:
 
 # %% tags=["nbval-ignore-output"]
 torch.manual_seed(0)
@@ -375,8 +372,7 @@ assert zeros["INT8"] > 0.1 > zeros["INT8, no zero"] == 0
 
 # %% [markdown]
 # INT8 stores a large share of the squares as 0. Adam divides the mean by the root of the second moment. A stored 0
-# makes this root too small, so the update can become so large that the loss becomes NaN. The format without a zero
-# stores a small square as its smallest number, so the root stays larger.
+# makes this root too small, so the update can become so large that the loss becomes NaN.
 #
 # [torchao's low-bit optimizers](https://github.com/pytorch/ao/tree/main/torchao/optim) store the state in eight or
 # four bits. If your weights are in bf16, turn on stochastic rounding:
@@ -393,8 +389,7 @@ assert zeros["INT8"] > 0.1 > zeros["INT8, no zero"] == 0
 #   in bf16 with 8-bit state.
 # - With rounding to nearest, a bf16 weight does not change if the update is less than half of the
 #   distance to the next bf16 number.
-# - Stochastic rounding, Kahan summation (2 more bytes for each weight) and fp32 masters (4 more bytes) each
-#   fixed this problem here.
+# - Stochastic rounding, Kahan summation and fp32 masters each fixed this problem here.
 # - For Adam's state, eight or even four bits were enough here if the format stored no square as zero.
 #
 # ## Exercises
