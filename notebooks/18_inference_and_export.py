@@ -67,8 +67,7 @@ print(f"{changed} of {len(tests)} decisions changed")
 assert changed < 0.02 * len(tests)
 
 # %% [markdown]
-# To judge a precision for inference, compare the results that your users see: here the decisions, not the decimal
-# places of the logits.
+# To judge a precision for inference, compare the results that your users see: here the decisions.
 #
 # ## Ways to run it
 #
@@ -77,10 +76,9 @@ assert changed < 0.02 * len(tests)
 #   know which parts need fp32.
 # - **Cast once**: cast the weights to 16 bits before the first call. This halves the memory of the weights. Use this
 #   if the model only runs inference.
-# - **Compile**: `torch.compile` fuses small ops. You can compile a model in fp32 and in both ways above.
+# - **Compile**: `torch.compile` fuses small ops.
 #
-# The next cell defines a function for each of the first two ways. The function `quality` compares outputs with those in
-# fp32:
+# The next cell defines a function for each of the first two ways:
 
 
 # %%
@@ -118,9 +116,8 @@ for name, run in {**WAYS, "fp16 cast once": lambda x: half(x.half())}.items():
 assert quality(outputs["fp16 cast once"])[0] < quality(outputs["bf16 cast once"])[0]
 
 # %% [markdown]
-# Here fp16 is more accurate than bf16, because fp16 has three more bits of mantissa. But the range of fp16 is smaller:
-# the values of a model that was trained in bf16 [may not
-# fit](19_choose_your_precision.ipynb#Trained-in-bf16,-on-a-GPU-without-it).
+# Here fp16 is more accurate than bf16. But the range of fp16 is smaller: the values of a model that was trained in
+# bf16 [may not fit](19_choose_your_precision.ipynb#Trained-in-bf16,-on-a-GPU-without-it).
 #
 # How fast is each way? We leave out fp16, and time a call with one image and a call with 256 images:
 
@@ -134,9 +131,8 @@ for batch in (1, 256):
     assert not times.ratio("fp32 compiled", "bf16 compiled").is_above(40)
 
 # %% [markdown]
-# The columns are the time of a call and its speed-up over the first row, with the uncertainty in brackets. On our two
-# CPU cores, bf16 was slower than fp32 for a single image. With 256 images, bf16 was faster than fp32, both in eager
-# mode and compiled.
+# The columns are the time of a call and its speed-up over the first row. On our two CPU cores, bf16 was slower than
+# fp32 for a single image. With 256 images, bf16 was faster than fp32.
 #
 # ## Which decisions change?
 #
@@ -162,8 +158,7 @@ for name in ("bf16 autocast", "bf16 cast once"):
     assert (moved(name)[flipped & to_second] >= gap[flipped & to_second] * 0.99).all()
 
 # %% [markdown]
-# Each image has a point for autocast and a point for weights cast once. On the dashed line, the change is as large as
-# the gap. Below the line, the second-best class cannot overtake the best class.
+# Below the dashed line, the second-best class cannot overtake the best class.
 #
 # Draw this figure for your model and a few hundred real inputs, and count the changed decisions. If no decision
 # changes and all points stay well below the line, the precision is accurate enough for these inputs.
@@ -182,8 +177,7 @@ print(refused[:100])
 assert refused
 
 # %% [markdown]
-# **Outputs**: cast them to fp32 with `.float()` before you compute with them. For example, a search compares
-# embeddings by their similarities. Computed in bf16, many similarities are equal.
+# **Outputs**: cast them to fp32 with `.float()` before you compute with them.
 # <!-- tests/notebooks/test_18_inference_and_export.py -->
 #
 # **Weights**: before you cast the weights, make all other changes to them, such as folding a batch norm (exercise 4).
@@ -269,7 +263,7 @@ print(f"{len(file.getvalue()) / 1024:.0f} KiB, and the same outputs for {len(fro
 
 # %% [markdown]
 # To run the model without torch, export it to **ONNX**. On a CPU, ONNX Runtime refuses convolutions in bf16, so we
-# export in fp16. <!-- tests/train/test_export.py --> We compare the decisions with those of torch in fp32:
+# export in fp16: <!-- tests/train/test_export.py -->
 
 # %% tags=["nbval-ignore-output"]
 try:
@@ -289,12 +283,8 @@ else:
 # %% [markdown]
 # ## Eight bits and fewer
 #
-# A large language model that generates a single text [usually spends most of its
-# time](https://pytorch.org/blog/accelerating-generative-ai-2/) on reading weights. Weights in eight bits take about
-# half the memory of weights in bf16, so they can be read faster.
-#
-# Here `quantize` rounds the weights and returns them in fp32, so we see only the effect of the rounding. *Rowwise*
-# means one scale for each row of weights:
+# Weights in eight bits take about half the memory of weights in bf16. Here `quantize` rounds the weights and returns
+# them in fp32, so we see only the effect of the rounding. *Rowwise* means one scale for each row of weights:
 
 # %% tags=["nbval-ignore-output"]
 far = {}
@@ -313,8 +303,8 @@ assert far["int8-rowwise"] < 2 * quality(outputs["bf16 cast once"])[0] < far["fp
 assert far["fp8-rowwise"] < far["nvfp4"]
 
 # %% [markdown]
-# Here, with INT8 weights, the outputs have about the same error as those of *bf16 cast once* above. FP8 (here E4M3)
-# has three bits of mantissa and is less accurate. NVFP4 has one bit of mantissa and is the least accurate.
+# Here, with INT8 weights, the outputs have about the same error as those of *bf16 cast once* above. FP8 is less
+# accurate. NVFP4 is the least accurate.
 #
 # [torchao](https://github.com/pytorch/ao/tree/main/torchao/quantization) stores the weights of a model's
 # linear layers in fewer bits: <!-- tests/notebooks/test_18_inference_and_export.py -->
