@@ -69,14 +69,12 @@ assert off[torch.float32, 64] < 1e-6
 assert 1e-3 < off[torch.bfloat16, 2] < off[torch.bfloat16, 64]
 
 # %% [markdown]
-# In fp32, the average equals the gradient of the whole batch up to rounding. In bf16, each addition rounds the sum.
-# With 64 ranks, there are more additions than with 2, so here the error is larger. The dtype in which gradients are
-# sent and added up therefore matters.
+# In fp32, the average equals the gradient of the whole batch up to rounding. In bf16, each addition rounds the sum. The
+# dtype in which gradients are sent and added up therefore matters.
 #
 # ## One process
 #
-# We train a small transformer on handwritten digits ([`course/scale_out.py`](course/scale_out.py)),
-# first in one process.
+# We train a small transformer on handwritten digits ([`course/scale_out.py`](course/scale_out.py)).
 
 # %%
 gpus = 0 if device.type == "cpu" else torch.accelerator.device_count()
@@ -92,8 +90,7 @@ assert config["batch"] % counts[-1] == 0
 parameters = sum(p.numel() for p in new_model(config).parameters())
 
 # %% [markdown]
-# The plain loop trains for one epoch. It returns the loss of every step, and the bytes of weights, gradients and
-# optimizer state at the end.
+# The plain loop trains for one epoch.
 
 
 # %%
@@ -204,7 +201,7 @@ def train_ddp(config, data, dtype, device, sums_in=torch.float32):
 # | when | what FSDP2 sends | dtype |
 # |---|---|---|
 # | before the layer's forward pass | *all-gather*: every rank gets all shards of the layer's weights | `param_dtype` |
-# | before the layer's backward pass | all-gather, because the rank freed the gathered weights after the forward pass | `param_dtype` |
+# | before the layer's backward pass | all-gather | `param_dtype` |
 # | after the layer's backward pass | *reduce-scatter*: every rank gets its shard of the averaged gradients | `reduce_dtype` |
 #
 # The shards keep their dtype, here fp32. All our layers compute in `param_dtype`, even the norms. For the outermost
@@ -248,12 +245,11 @@ def train_fsdp(config, data, dtype, device, sums_in=torch.float32):
 # Each set-up has three settings:
 #
 # - the engine: DDP or FSDP2;
-# - the dtype of the matmuls, set by autocast or by `param_dtype`;
+# - the dtype of the matmuls;
 # - the dtype in which gradients are summed. <!-- code -->
 #
-# `count_communication` computes how many bytes a rank sends. It assumes that the ranks form a ring, in which each rank
-# sends to the next. In a ring, an all-reduce is a reduce-scatter followed by an all-gather, so each of these two sends
-# half as many bytes as an all-reduce. <!-- tests/parallel/test_collectives.py -->
+# `count_communication` computes how many bytes a rank sends. It assumes that the ranks form a ring.
+# <!-- tests/parallel/test_collectives.py -->
 
 
 # %%
@@ -306,8 +302,7 @@ for n in counts[1:]:
 #
 # The *global batch* is the batch of all ranks together. **If you keep its size, you can keep the learning rate**: the
 # average of the ranks' gradients is the gradient of the global batch. The loss must be a mean over samples, and all
-# ranks must have equally many samples. With plain batch norm, the losses change, because each rank normalises over only
-# its part of the batch.
+# ranks must have equally many samples. With plain batch norm, the losses change.
 # <!-- tests/notebooks/test_11_scale_out.py -->
 #
 # ## What does each rank send and hold?
@@ -326,7 +321,7 @@ for name, found in tries[most].items():
 _ = figures.sent_bytes(bars, most)
 
 # %% [markdown]
-# Each bar shows the bytes that a rank sends in a step. The next cell checks these ratios:
+# The next cell checks these ratios:
 #
 # | set-up | bytes, relative to DDP in fp32 | why |
 # |---|---|---|
@@ -393,14 +388,13 @@ assert decided[0]["DDP", "gradient"][1] == []
 # %% [markdown]
 # Only one case differs: with DDP, rank 0 does not skip if rank 1's gradient overflows after the average.
 #
-# - **DDP:** if one rank's gradients have inf or NaN before the average, the average has inf or NaN on all ranks. So all
-#   scalers skip the step.
+# - **DDP:** if one rank's gradients have inf or NaN before the average, the average has inf or NaN on all ranks.
 # - **FSDP2:** `unscale_` combines the overflow flags of all ranks, so all scalers make the same decision.
 #
 # So DDP and FSDP2 need no special scaler: with `GradScaler`, an overflow from a batch is skipped on all ranks.
 #
-# If you average gradients yourself, **average them before `unscale_`**. `unscale_` checks for overflows, so if it runs
-# before the average, only the rank with the overflow skips its step. <!-- tests/notebooks/test_exercises.py -->
+# If you average gradients yourself, **average them before `unscale_`**. If `unscale_` runs before the average, only the
+# rank with the overflow skips its step. <!-- tests/notebooks/test_exercises.py -->
 #
 # ## On your own hardware
 #
