@@ -110,9 +110,7 @@ assert layers.Dense(3).compute_dtype == "float16"
 #
 # ## Layers, not ops
 #
-# Autocast chooses a dtype for each op. [On
-# CUDA](https://docs.pytorch.org/docs/stable/amp.html#cuda-op-specific-behavior), float16 autocast runs a matrix
-# multiplication in float16 and a sum in float32. A policy has one compute dtype for a layer.
+# Autocast chooses a dtype for each op. A policy has one compute dtype for a layer.
 #
 # Under `mixed_float16`, Keras by default casts the floating-point inputs of a layer to float16. Squares of inputs above
 # 256 then overflow. Batch normalization therefore [casts its input to
@@ -195,9 +193,8 @@ for name in POLICIES[:3]:
     assert (kind == "LossScaleOptimizer") == (name == "mixed_float16")
 
 # %% [markdown]
-# With `auto_scale_loss=False`, the first model has no loss scale, although its policy is `mixed_float16`. The second
-# model has none because only its first layer has the policy `mixed_float16`. The model itself has the global policy,
-# here `float32`:
+# With `auto_scale_loss=False`, the first model has no loss scale. The second model has none because only its first
+# layer has the policy `mixed_float16`. The model itself has the global policy, here `float32`:
 
 # %%
 print("on purpose:", optimizer_of(new_head(), auto_scale_loss=False))
@@ -220,8 +217,7 @@ assert by_layer.optimizer.initial_scale == 2**15
 assert torch.amp.GradScaler("cpu").get_growth_interval() == by_layer.optimizer.dynamic_growth_steps
 
 # %% [markdown]
-# To clip gradients, set `clipnorm` on the *inner* optimizer, here Adam. It receives gradients that are already
-# divided by the scale. <!-- tests/notebooks/test_12_keras.py -->
+# To clip gradients, set `clipnorm` on the *inner* optimizer, here Adam. <!-- tests/notebooks/test_12_keras.py -->
 #
 # ## Write the step
 #
@@ -265,8 +261,8 @@ def step_with_tensorflow(self, data):
 
 
 # %% [markdown]
-# Both steps work without a loss scale, as under `float32` and `mixed_bfloat16`: `scale_loss` of an optimizer such as
-# Adam returns the loss unchanged. We use the steps in a small network:
+# Both steps work without a loss scale, as under `float32` and `mixed_bfloat16`. We use the steps in a small
+# network:
 # <!-- tests/notebooks/test_12_keras.py -->
 
 
@@ -312,8 +308,8 @@ def train_net(x, y, steps, scale, growth):
 
 
 # %% [markdown]
-# We train on torch and, if it is installed, on TensorFlow. We start with a scale so high that gradients overflow. We
-# print the scale before the first step and after each step: <!-- tests/course/test_processes.py -->
+# We train on torch and, if it is installed, on TensorFlow. We start with a scale so high that gradients overflow:
+# <!-- tests/course/test_processes.py -->
 
 # %% tags=["nbval-ignore-output"]
 small = load_dataset("digits", image_size=8, augment=False)
@@ -336,7 +332,7 @@ for backend, record in trained.items():
     assert record["losses"][-1] < record["losses"][0]
 
 # %% [markdown]
-# Each skipped step halves the scale. Each time that five steps in a row (`growth`) do not overflow, the scale doubles.
+# Each skipped step halves the scale. Each time that five steps in a row do not overflow, the scale doubles.
 # A saved `.keras` file contains the scale. <!-- tests/notebooks/test_12_keras.py -->
 #
 # ## A mistake in a custom step
@@ -358,9 +354,8 @@ for kind, rate in ((keras.optimizers.SGD, 1.0), (keras.optimizers.Adam, 0.1)):
     assert abs(ratio / 2.0**15 - 1) < 0.01 if kind is keras.optimizers.SGD else 1 < ratio < 2
 
 # %% [markdown]
-# With SGD, the unscaled gradient moves the weight 2¹⁵ times too little, because the scale is 2¹⁵. Adam divides a
-# gradient by an average of its magnitude, so the weight moves nearly as far as with the right gradient. For a much
-# smaller gradient, Adam's epsilon dominates, so the weight hardly moves.
+# With SGD, the unscaled gradient moves the weight 2¹⁵ times too little. With Adam, the weight moves nearly as far as
+# with the right gradient. For a much smaller gradient, Adam's epsilon dominates, so the weight hardly moves.
 # <!-- tests/notebooks/test_12_keras.py -->
 #
 # ## The names of TensorFlow 2.x (optional)
@@ -373,9 +368,8 @@ for kind, rate in ((keras.optimizers.SGD, 1.0), (keras.optimizers.Adam, 0.1)):
 # | `tf.keras.mixed_precision.set_global_policy(…)` | `keras.config.set_dtype_policy(…)`; the old name works |
 # | `tf.keras.mixed_precision.Policy` | `keras.DTypePolicy`; the old name works |
 # | `experimental.LossScaleOptimizer(optimizer, loss_scale="dynamic")` | `LossScaleOptimizer(optimizer)` |
-# | `LossScaleOptimizer(optimizer, dynamic=False, initial_scale=128)` | [`Adam(…, loss_scale_factor=128)`](https://keras.io/api/optimizers/adam/), with [`compile(…, auto_scale_loss=False)`](https://keras.io/api/models/model_training_apis/). Warning: no step is skipped after an overflow |
 # | `optimizer.get_scaled_loss(loss)` | `optimizer.scale_loss(loss)` |
-# | `optimizer.get_unscaled_gradients(g)`, then `apply_gradients(zip(g, w))` | `optimizer.apply(g, w)`; it divides `g` by the scale |
+# | `optimizer.get_unscaled_gradients(g)`, then `apply_gradients(zip(g, w))` | `optimizer.apply(g, w)` |
 #
 # In Keras 3, `LossScaleOptimizer` raises an error for `dynamic=False` and for `loss_scale=`:
 
