@@ -148,14 +148,12 @@ assert table["O1"] == table["autocast"]
 assert table["O0"] == table["fp32 today"]
 
 # %% [markdown]
-# The rows of O1 and autocast are the same: only the activations are fp16. At O2, the linear layers have fp16 weights
-# and gradients, but Adam updates fp32 master weights.
+# The rows of O1 and autocast are the same: only the activations are fp16.
 #
 # ### O0 and O1: fp32, and casts around ops
 #
 # Today O0 is a loop in fp32, without autocast. O1 is `torch.autocast` with `dtype=torch.float16` and a
-# `GradScaler`. For each level, we compare the losses of the toy Apex and of today's code (on a GPU with a small
-# tolerance):
+# `GradScaler`. For each level, we compare the losses of the toy Apex and of today's code:
 
 # %%
 SAME = 0 if device.type == "cpu" else 2**-9
@@ -170,9 +168,8 @@ assert runs["O1"].scale == 2.0**13  # three steps skipped, in both
 #
 # ### O2: fp16 weights, fp32 masters
 #
-# Today's code for O2 is the same as for O1. It needs no separate master weights: the model's parameters stay in fp32,
-# and autocast makes fp16 copies for matmuls and convolutions. Before you run this: how close are the losses of O2 and
-# autocast?
+# Today's code for O2 is the same as for O1. It needs no separate master weights: the model's parameters stay in fp32.
+# Before you run this: how close are the losses of O2 and autocast?
 
 # %%
 check_close(runs["autocast"], runs["O2"], tolerance=2**-9)  # 4 rounding errors of 2**-11
@@ -180,19 +177,18 @@ assert runs["autocast"].losses != runs["O2"].losses
 
 # %% [markdown]
 # The losses are equal within the tolerance, but not exactly. Apex first [cast the model to
-# fp16](https://github.com/NVIDIA/apex/blob/e13873debc4699d39c6861074b9a3b2a02327f92/apex/amp/_initialize.py), and
-# then copied the fp16 weights to the master weights. So the master weights start with rounded values.
+# fp16](https://github.com/NVIDIA/apex/blob/e13873debc4699d39c6861074b9a3b2a02327f92/apex/amp/_initialize.py). So the
+# master weights start with rounded values.
 #
 # ### O3: everything in fp16
 #
-# Today O3 is `model.half()` with fp16 inputs. The optimizer updates the fp16 weights. Two problems follow:
+# Today O3 is `model.half()` with fp16 inputs. Two problems follow:
 #
 # - Small weight updates are rounded away ([notebook 16](16_low_precision_state.ipynb)).
 # - Adam can divide by zero. Apart from its bias correction, Adam divides by sqrt(v) + 1e-8, where v is the moving
 #   average of the squared gradients. In fp16, 1e-8 becomes zero, and v becomes zero if the gradients are small.
 #
-# In the first step, v is 1 - beta2 = 0.001 times the squared gradient. We check that v is zero for a gradient of
-# 0.0005, and that 1e-8 is zero. Then we train at O3 for three steps:
+# We check that v is zero for a gradient of 0.0005, and that 1e-8 is zero. Then we train at O3 for three steps:
 
 # %%
 assert 0.001 * torch.tensor(5e-4).half() ** 2 == 0 == torch.tensor(1e-8).half()
@@ -212,7 +208,7 @@ assert losses[1] != losses[1]  # NaN
 # | O2 | 2 | 2 | 4 | 4 | 8 | 20 |
 # | O3 | 2 | 2 | | | 4 | 8 |
 #
-# O2 took the most memory per parameter, because it stored weights and gradients in fp16 and again in fp32.
+# O2 took the most memory per parameter.
 #
 # ## The loop, line by line
 #
@@ -262,9 +258,8 @@ torch.testing.assert_close(ours, theirs, rtol=SAME, atol=SAME)
 # |---|---|
 # | `delay_unscale=True`, to accumulate | `scale(loss).backward()` for each micro-batch, then `step` and `update` once |
 # | `num_losses=2`, `loss_id=1` | one scaler for all losses; with several optimizers, a `step` for each, then one `update` |
-# | `min_loss_scale`, `max_loss_scale` | after `update()`, compare `get_scale()` with the limits; set another scale
-# with `update(float(limit))` |
-# | `keep_batchnorm_fp32` | not needed: weights and statistics of batch norm stay fp32 | <!-- tests/notebooks/test_13_from_apex.py -->
+# | `min_loss_scale`, `max_loss_scale` | after `update()`, compare `get_scale()` with the limits; set another scale with `update(float(limit))` |
+# | `keep_batchnorm_fp32` | not needed | <!-- tests/notebooks/test_13_from_apex.py -->
 #
 # ## From torch.cuda.amp to torch.amp
 #
@@ -282,9 +277,8 @@ for old_name in (torch.cuda.amp.autocast, torch.cpu.amp.autocast, torch.cuda.amp
 # Two things can go wrong when you replace these names with names of `torch.amp`.
 #
 # **The default dtype.** `torch.cuda.amp.autocast` always defaults to fp16, and `torch.cpu.amp.autocast` to bf16. Inside
-# another autocast block for the same device type, `torch.autocast` defaults to the dtype of the outer block. In the
-# next cell, the outer block is in fp16. In which dtype will each of the three inner blocks compute? <!--
-# tests/notebooks/test_13_from_apex.py -->
+# another autocast block for the same device type, `torch.autocast` defaults to the dtype of the outer block. In which
+# dtype will each of the three inner blocks compute? <!-- tests/notebooks/test_13_from_apex.py -->
 
 # %%
 x = torch.ones(2, 2)
@@ -323,7 +317,7 @@ assert (asked.get_scale(), got.get_scale()) == (1024, 65536)
 # ## Let a tool do it (optional)
 #
 # `amp-lab migrate PATH --write` rewrites old names of torch in files and notebooks, and reports what you have to
-# change by hand. Without `--write`, it changes no file.
+# change by hand.
 # <!-- tests/migrate/test_files.py, tests/migrate/test_apex.py -->
 #
 # This old program relies on the old default dtypes and on the old order of arguments:
@@ -393,7 +387,7 @@ whole = train_and_save("O1", batches, new_model(device), PATH, INTERVAL)
 
 # %% [markdown]
 # We translate the scaler's state. Both scalers count the steps without an overflow: Apex in `unskipped`, `GradScaler`
-# in `_growth_tracker`. After a number of such steps in a row (here six), the scale grows.
+# in `_growth_tracker`.
 
 
 # %%
@@ -455,7 +449,7 @@ folder.cleanup()
 # ## Summary
 #
 # - O1 is autocast with `GradScaler`. For cross-entropy, pass `logits.float()`.
-# - O2 took more memory per parameter than autocast: with Adam 20 bytes instead of 16 for a linear layer.
+# - O2 took more memory per parameter than autocast.
 # - In the loop, `scale_loss` becomes `scale(loss).backward()`, and `optimizer.step()` becomes
 #   `scaler.step(optimizer)`. Call `unscale_` before you clip, and `update` after the step.
 # - When you move from `torch.cuda.amp`, pass the dtype, and pass the device as the first argument.
@@ -474,8 +468,8 @@ exercises = checks_of("13_from_apex")
 # %% [markdown]
 # ### 1. Count bytes with momentum
 #
-# You train with SGD with momentum, which stores one fp32 value per parameter (Adam stores two). How many bytes per
-# parameter of a linear layer did O2 need during the optimizer step? How many does autocast need?
+# You train with SGD with momentum, which stores one fp32 value per parameter. How many bytes per parameter of a linear
+# layer did O2 need during the optimizer step? How many does autocast need?
 
 # %%
 o2_bytes = ...
@@ -525,8 +519,7 @@ exercises.check_moved_scaler(moved_scaler)
 #
 # ### 3. Keep the scale within limits
 #
-# Complete `update_within`. It updates the scaler and keeps the scale between two limits, as Apex did with
-# `min_loss_scale` and `max_loss_scale`.
+# Complete `update_within`. It updates the scaler and keeps the scale between two limits.
 
 
 # %%
@@ -539,7 +532,7 @@ exercises.check_limits(update_within)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# Call `scaler.update()` first, because it may change the scale.
+# Call `scaler.update()` first.
 #
 # </details>
 #
@@ -557,8 +550,8 @@ exercises.check_limits(update_within)
 #
 # ### 4. Two losses, two optimizers
 #
-# With Apex, a GAN used `num_losses=2`. Complete `step_of_both` with a single scaler: run backward for both losses, step
-# both optimizers, and update the scale once.
+# Complete `step_of_both` with a single scaler: run backward for both losses, step both optimizers, and update the scale
+# once.
 
 
 # %%
