@@ -65,8 +65,6 @@ assert loss.dtype is weight.dtype is weight.grad.dtype is torch.float32
 # the logits to fp32, so the loss is in fp32.
 #
 # ## Settings and data
-#
-# With the `"quick"` settings, we train a smaller network on fewer images than with the `"full"` settings.
 
 # %%
 DOWNLOAD = False  # True: fetch CIFAR-10 (170 MB) into data/ if it is not there
@@ -80,7 +78,7 @@ seeds = (0, 1, 2)  # one training run each, for every precision
 
 # %% [markdown]
 # We train on CIFAR-10 if it is in `data/` or if `DOWNLOAD` is `True`. Otherwise we use
-# scikit-learn's handwritten digits, enlarged to 32x32 pixels. <!-- tests/train/data/test_images.py -->
+# scikit-learn's handwritten digits. <!-- tests/train/data/test_images.py -->
 
 # %% tags=["nbval-ignore-output"]
 root = Path("data") if Path("data").is_dir() else Path("../data")  # the notebook may run in either
@@ -92,8 +90,8 @@ print(f"{kind_of_data}: {len(data.train)} training and {len(data.test)} test ima
 assert len(data.train) > config["batch_size"]
 
 # %% [markdown]
-# The training images are shuffled and changed slightly at random, for example shifted. The order and the changes
-# depend only on the seed and the epoch, so the images are the same in every precision.
+# The training images are shuffled and changed slightly at random. The order and the changes depend only on the
+# seed and the epoch, so the images are the same in every precision.
 # <!-- tests/train/data/test_images.py -->
 
 
@@ -111,7 +109,7 @@ def train_loader(epoch, seed):
 #
 # Both autocast and `GradScaler` take `enabled=`, so one loop works in FP32, bf16 and fp16:
 #
-# - We enable autocast for bf16 and fp16. With `enabled=False`, autocast casts nothing.
+# - We enable autocast for bf16 and fp16.
 # - We enable the scaler only for fp16. With `enabled=False`, the scaler leaves the loss unchanged, and its `step` only
 #   calls `optimizer.step`.
 # <!-- tests/notebooks/test_05_cifar10_mobilenet.py -->
@@ -196,7 +194,7 @@ def train(precision, seed):
 
 # %% [markdown]
 # On a CPU, we compare FP32 with bf16. On a GPU, we compare FP32 with each precision that is clearly
-# faster. If no precision is faster, we use bf16. <!-- code -->
+# faster. <!-- code -->
 #
 # Before you run this: which will differ more in accuracy, two precisions or two seeds?
 
@@ -214,7 +212,7 @@ _ = figures.loss_and_accuracy(losses, accuracies)
 assert all((loss[:, -1] < 0.5 * loss[:, 0]).all() for loss in losses.values())  # all have learned
 
 # %% [markdown]
-# Each line is the mean over three seeds. The band around a line reaches from the lowest to the highest result.
+# Each line is the mean over three seeds.
 #
 # ## Is the accuracy the same?
 #
@@ -242,8 +240,8 @@ print(f"seeds differ by up to {100 * spread:.1f} points, standard error {100 * e
 
 # %% [markdown]
 # Here, the precisions differ in accuracy about as much as the seeds do. The difference between the precisions is
-# smaller than our yardstick, so it does not count. With three seeds and 225 test images, the yardstick is so large
-# that we could miss a real difference of a few points.
+# smaller than our yardstick, so it does not count. The yardstick is so large that we could miss a real
+# difference of a few points.
 #
 # ## Find the slow layers
 #
@@ -252,7 +250,7 @@ print(f"seeds differ by up to {100 * spread:.1f} points, standard error {100 * e
 #
 # - the *first* convolution;
 # - *pointwise* convolutions, which have 1x1 kernels;
-# - *depthwise* convolutions with stride 1, in which each 3x3 kernel reads a single channel;
+# - *depthwise* convolutions with stride 1;
 # - *depthwise* convolutions with *stride 2*.
 #
 # We compare FP32 with one 16-bit precision.
@@ -290,13 +288,11 @@ _ = figures.time_by_kind(kind_times)
 assert list(kind_times) == list(KINDS)
 
 # %% [markdown]
-# The number above a hatched bar is the speed-up of autocast. Below 1x, autocast is slower.
+# The number above a hatched bar is the speed-up of autocast.
 #
 # On the CPU of this run, the four depthwise layers with stride 2 take less than a tenth of the time of all
 # convolutions in FP32. Under autocast, they take more than a third. These layers lose far more time than the pointwise
-# layers save. The output of [`ONEDNN_VERBOSE=1`](https://uxlfoundation.github.io/oneDNN/dev_guide_verbose.html) shows
-# why: in bf16, PyTorch's CPU library oneDNN computes the input gradients of these layers with a general kernel, not a
-# depthwise kernel.
+# layers save.
 # <!-- tests/notebooks/test_05_cifar10_mobilenet.py -->
 #
 # ## Resume: to the last bit
@@ -309,9 +305,8 @@ assert list(kind_times) == list(KINDS)
 #
 # We check that a resumed run ends with the same weights as an uninterrupted run, *bit for bit*.
 #
-# We use a tiny run of 16 steps in fp16, on digits of 8x8 pixels
-# ([`course/tiny_run.py`](course/tiny_run.py)). The loss scale starts far too high, so the scaler has
-# to lower it in the first steps.
+# We use a tiny run of 16 steps in fp16 ([`course/tiny_run.py`](course/tiny_run.py)). The loss scale starts far too high,
+# so the scaler has to lower it in the first steps.
 
 
 # %%
@@ -539,8 +534,7 @@ exercises.check_superfluous(superfluous)
 # superfluous = {"scaler", "random"}
 # ```
 #
-# A disabled scaler has no state. Without dropout, this run does not use the random states: the order of the images
-# depends only on the seed and the epoch.
+# A disabled scaler has no state. Without dropout, this run does not use the random states.
 # <!-- tests/notebooks/test_exercises.py --> <!-- tests/train/data/test_batches.py -->
 #
 # </details>
