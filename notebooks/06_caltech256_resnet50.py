@@ -62,7 +62,7 @@ with torch.device("meta"):
     assert resnet50().conv1(torch.empty(512, 3, 224, 224)).shape == maps.shape
 
 # %% [markdown]
-# In FP32 this single tensor takes about a quarter of the GPU's memory. In fp16, it takes half as many bytes.
+# In FP32 this single tensor takes about a quarter of the GPU's memory.
 #
 # ## A frozen backbone and a new head
 #
@@ -89,8 +89,8 @@ print(f"{len(data.train)} images for training, {len(data.test)} for testing")
 assert data.name == "caltech256"
 
 # %% [markdown]
-# To freeze the backbone, we set `requires_grad=False` for all parameters. Then we create the new head, whose
-# parameters have `requires_grad=True`. For 256 classes, how many parameters are left to train?
+# To freeze the backbone, we set `requires_grad=False` for all parameters. Then we create the new head. For 256
+# classes, how many parameters are left to train?
 
 
 # %%
@@ -145,8 +145,7 @@ def train_step(model, images, targets, optimizer, scaler, dtype):
 
 
 # %% [markdown]
-# Each run creates *one* scaler, which is enabled only in fp16. `float32_mode` switches TF32 off in the
-# FP32 run. <!-- tests/core/test_precision.py -->
+# `float32_mode` switches TF32 off in the FP32 run. <!-- tests/core/test_precision.py -->
 
 
 # %%
@@ -188,14 +187,12 @@ for precision in precisions:
 
 # %% [markdown]
 # The percentage in brackets is the difference from the FP32 loss. We trained only once in each precision, so a
-# difference of a few percent may come from chance. Here the backbone has random weights, so the accuracies mean little:
-# both are no better than guessing among four classes.
+# difference of a few percent may come from chance. Here the backbone has random weights, so the accuracies mean little.
 #
 # ## Count the memory of a step
 #
-# How much memory does a step with 512 images need? We count bytes with a
-# [`TorchDispatchMode`](https://docs.pytorch.org/docs/stable/notes/extending.html). PyTorch calls this mode for
-# operations inside its `with` block, so the mode can inspect the tensors that these operations return. Our mode does
+# We count bytes with a [`TorchDispatchMode`](https://docs.pytorch.org/docs/stable/notes/extending.html). PyTorch
+# calls this mode for operations inside its `with` block, so the mode can inspect the tensors that these operations return. Our mode does
 # two things:
 #
 # 1. It keeps a dictionary of the *storages* (blocks of memory) of these tensors. When a storage is
@@ -263,8 +260,7 @@ def peak(batch_size, dtype, **options):
 
 
 # %% [markdown]
-# Can we trust fake tensors? For a small batch, we count with real and with fake tensors. The two counts must agree to
-# within 0.1 %:
+# Can we trust fake tensors? For a small batch, we count with real and with fake tensors:
 
 # %% tags=["nbval-ignore-output"]
 for dtype in (torch.float32, torch.bfloat16):
@@ -275,8 +271,8 @@ for dtype in (torch.float32, torch.bfloat16):
     assert abs(fake / counted - 1) < 0.001  # a few small buffers may differ in dtype
 
 # %% [markdown]
-# Now we count steps with 256 and with 512 images. For AMP we use bf16, which takes as many bytes as fp16.
-# Before you run this: how much memory will AMP need at batch 512, compared with FP32 at 256 and at 512?
+# Now we count steps with 256 and with 512 images. For AMP we use bf16. Before you run
+# this: how much memory will AMP need at batch 512, compared with FP32 at 256 and at 512?
 
 # %%
 frozen = {
@@ -297,9 +293,8 @@ assert 0.85 < gib["FP32, batch 512"] / 6 < 1
 #
 # ## Train the backbone too
 #
-# If the backbone is frozen, the backward pass ends at the head, so autograd saves no activations inside the backbone.
-# If we train the backbone, autograd saves its activations, and AdamW allocates state for all weights. Before you
-# run this: will a step with AMP and 512 images fit into 6 GiB?
+# If we train the backbone, autograd saves its activations, and AdamW allocates state for all weights. Before you run
+# this: will a step with AMP and 512 images fit into 6 GiB?
 
 # %%
 unfrozen = {
@@ -322,12 +317,10 @@ _ = figures.memory_by_dtype(
 #
 # AMP does not make these tensors smaller:
 #
-# - the images, which stay in fp32 (AMP adds a copy of them in bf16);
+# - the images, which stay in fp32;
 # - the weights, their gradients and the optimizer state, which stay in fp32;
-# - the positions of the maxima in max pooling, which are int64 with and without AMP.
+# - the positions of the maxima in max pooling, which are int64.
 # <!-- tests/notebooks/test_exercises.py -->
-#
-# We delete the generated pictures:
 
 # %%
 workspace.cleanup()  # deletes generated pictures
@@ -439,7 +432,7 @@ exercises.check_head_mode(head_mode)
 #     return model
 # ```
 #
-# Call `head_mode(model)` where you would call `model.train()`, which switches the whole network to training mode.
+# Call `head_mode(model)` where you would call `model.train()`.
 #
 # </details>
 #
