@@ -18,8 +18,7 @@
 # - what MX and NVFP4 are;
 # - which layers to keep in 16 bits.
 #
-# **What you need.** [Notebook 01](01_number_formats.ipynb) for number formats. You need no GPU,
-# because we simulate the formats.
+# **What you need.** [Notebook 01](01_number_formats.ipynb) for number formats. You need no GPU.
 
 # %% tags=["nbval-ignore-output"]
 import argparse
@@ -55,13 +54,13 @@ assert not unscaled.any()
 assert (scaled / gradient - 1).abs().max() < 2**-4
 
 # %% [markdown]
-# The smallest positive number of E4M3 is 0.002. Without a scale, all three values become zero, because 0 is the nearest
-# number of E4M3. With a scale, no value becomes zero, and the relative error is below 1/16.
+# The smallest positive number of E4M3 is 0.002. Without a scale, all three values become zero. With a scale, no
+# value becomes zero, and the relative error is below 1/16.
 #
 # ## Formats of a single value
 #
 # A single value of a tensor is called an *element*. For seven formats of elements, we print the largest and the
-# smallest positive number. Below 16 bits, we also count the numbers: <!-- tests/formats/test_elements.py -->
+# smallest positive number: <!-- tests/formats/test_elements.py -->
 
 # %%
 for name in ("fp16", "e4m3", "e5m2", "e2m3", "e3m2", "e2m1", "int8"):
@@ -76,9 +75,8 @@ assert halves[halves >= 0].tolist() == [0, 0.5, 1, 1.5, 2, 3, 4, 6]
 # %% [markdown]
 # E4M3 is named after its 4 exponent bits and 3 mantissa bits.
 #
-# On CPUs and CUDA, PyTorch can cast to FP8, but [many
-# ops](https://docs.pytorch.org/docs/stable/tensor_attributes.html), such as `+`, do not support FP8. So we round to FP8
-# and compute in fp32.
+# [Many ops](https://docs.pytorch.org/docs/stable/tensor_attributes.html), such as `+`, do not support FP8. So we round
+# to FP8 and compute in fp32.
 # <!-- tests/notebooks/test_08b_learning.py -->
 #
 # ## The values that share a scale
@@ -92,7 +90,7 @@ assert halves[halves >= 0].tolist() == [0, 0.5, 1, 1.5, 2, 3, 4, 6]
 # | format | element | values that share a scale | number format of the scale |
 # |---|---|---|---|
 # | `fp8` | E4M3 | the whole tensor | fp32 |
-# | `fp8-rowwise` | E4M3 | a row | a power of two, stored in fp32 |
+# | `fp8-rowwise` | E4M3 | a row | fp32 |
 # | `fp8-1x128` | E4M3 | 128 neighbours in a row | fp32 |
 # | `mxfp8` | E4M3 | 32 neighbours in a row | E8M0: eight bits, a power of two |
 # | `mxfp4` | E2M1 | 32 neighbours in a row | E8M0: eight bits, a power of two |
@@ -126,15 +124,15 @@ errors = {
 _ = figures.sqnr_by_format(errors)
 
 # %% [markdown]
-# The figure shows the SQNR of all values except the outliers. Without outliers, the SQNR is about 32 dB in
-# formats with E4M3 elements (an error of 3 %), and 19 to 20 dB in formats with E2M1 elements (about 10 %).
+# Without outliers, the SQNR is about 32 dB in formats with E4M3 elements (an error of 3 %), and 19 to 20 dB in formats
+# with E2M1 elements (about 10 %).
 #
 # With the outlier channel, each row has one outlier. Most values that share a scale with an outlier become zero:
 #
 # | format | values that share a scale with an outlier |
 # |---|---|
 # | `fp8`, `nvfp4` | the whole tensor |
-# | `fp8-rowwise` | each row, so here the whole tensor |
+# | `fp8-rowwise` | each row |
 # | `fp8-1x128`, `mxfp8`, `mxfp4` | one block in each row |
 #
 # In `nvfp4`, each block has a scale of its own, but the outlier sets the fp32 scale of the whole tensor.
@@ -153,8 +151,7 @@ for name in NAMES:
     print(f"{name:<12} {FORMATS[name].bits:>5.2f} bits a value, {alone[name]:.1f} dB")
 
 # %% [markdown]
-# A factor of a million is extreme: in the language models of [LLM.int8()](https://arxiv.org/abs/2208.07339), outliers
-# are up to 20 times as large as other values. We now multiply the column by 100. Which formats still lose accuracy?
+# A factor of a million is extreme. We now multiply the column by 100. Which formats still lose accuracy?
 
 # %% tags=["nbval-ignore-output"]
 usual = normal.clone()
@@ -181,11 +178,10 @@ assert at_100["mxfp4"] < at_100["nvfp4"] < alone["nvfp4"] - 5
 # | *wgrad*, the gradient of `weight` | `grad.T @ x` | (out, rows) @ (rows, in) | rows |
 #
 # The blocks lie along the dimension that the matmul sums over ([MX
-# specification](https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf)). Each tensor
-# is an operand of two matmuls that sum over different dimensions, so we round it twice. For example, we round `weight`
-# in blocks along *in* for the forward matmul, and along *out* for dgrad.
+# specification](https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf)). For example, we
+# round `weight` in blocks along *in* for the forward matmul, and along *out* for dgrad.
 #
-# Everything else is in fp32, such as the sums and the weights that the optimizer updates.
+# Everything else is in fp32.
 
 
 # %%
@@ -241,7 +237,7 @@ def new_gpt():
 
 
 # %% [markdown]
-# The next function trains the model. The seed determines the initial weights and the batches:
+# The next function trains the model:
 
 
 # %%
@@ -283,8 +279,7 @@ _ = figures.loss_from_fp32(losses)
 
 # %% [markdown]
 # The figure shows the smoothed difference between the loss in each format and the fp32 loss with the same seed. Each
-# line is the mean over three seeds. Each vertical bar is the range over the seeds. The grey band shows how much the
-# fp32 loss depends on the seed.
+# line is the mean over three seeds.
 #
 # In `fp8` and `mxfp8`, the model learns as well as in fp32. In the four-bit formats, the loss is slightly higher.
 # Without a scale, the loss is much higher:
@@ -309,8 +304,7 @@ for name in ("mxfp4", "nvfp4"):
 # Our function `rehearse` finds layers with a large error. In each format, it measures the errors of each layer and
 # of the whole model. <!-- tests/formats/test_rehearsal.py -->
 #
-# Before we call `rehearse` on our GPT, we make one hidden feature of the second MLP an outlier. In `up`, we multiply
-# the weights of this feature by a million. In `down`, we divide its weights by a million:
+# Before we call `rehearse` on our GPT, we make one hidden feature of the second MLP an outlier:
 # <!-- tests/formats/test_rehearsal.py -->
 
 # %% tags=["nbval-ignore-output"]
@@ -420,7 +414,7 @@ for kind_of_values, (left, right) in (("both signs", rows), ("one sign", rows.ab
 # | AMD MI350 | yes | MXFP8, MXFP4 |
 #
 # Sources: [NVIDIA](https://nvidia.github.io/TransformerEngine/support_matrix.html),
-# [CUTLASS](https://github.com/NVIDIA/cutlass/blob/main/media/docs/cpp/blackwell_functionality.md) for MXFP4 and 12.x,
+# [CUTLASS](https://github.com/NVIDIA/cutlass/blob/main/media/docs/cpp/blackwell_functionality.md),
 # and [AMD](https://rocm.docs.amd.com/en/latest/reference/precision-support.html).
 #
 # MI300 uses *fnuz*, variants of E4M3 and E5M2 in which the same bits usually represent half the value:
