@@ -191,9 +191,9 @@ for precision in precisions:
 #
 # ## Count the memory of a step
 #
-# We count bytes with a [`TorchDispatchMode`](https://docs.pytorch.org/docs/stable/notes/extending.html). PyTorch
-# calls this mode for operations inside its `with` block, so the mode can inspect the tensors that these operations return. Our mode does
-# two things:
+# We count bytes with a [`TorchDispatchMode`](https://docs.pytorch.org/docs/stable/notes/extending.html). PyTorch calls
+# this mode for operations inside its `with` block, so the mode can inspect the tensors that these operations return.
+# Our mode does two things:
 #
 # 1. It keeps a dictionary of the *storages* (blocks of memory) of these tensors. When a storage is
 #    freed, its entry disappears.
