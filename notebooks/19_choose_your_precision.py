@@ -56,18 +56,17 @@ assert report.values["bf16"].input_bits == 8
 #
 # - **bits**: how many significant bits of an input the matmul uses.
 # - **subnormals**: numbers below the format's normal range. Some devices round them to 0.
-# - **sums**: the largest error that we found in a sum of products, in *ulp*. One ulp is the distance from the
-#   result to the next number of its dtype. One ulp is much larger in bf16 than in fp32, so compare errors in ulp
-#   only within one dtype.
+# - **sums**: the largest error that we found in a sum of products, in *ulp*. One ulp is the distance from the result to
+#   the next number of its dtype. Compare errors in ulp only within one dtype.
 #
 # To see the measured speeds, run `amp-lab doctor`.
 # <!-- tests/core/test_device.py --> <!-- tests/cli/test_cli.py -->
 #
 # ## The decision
 #
-# The choice depends on the formats that a GPU multiplies *fast*, with tensor cores or similar units. `GPUS` lists
-# these formats [with their sources](../src/amp_lab/core/gpus.py). The next cell prints each architecture with its
-# GPUs and fast formats. The cell after it defines `choose`, which returns a precision:
+# The choice depends on the formats that a GPU multiplies *fast*, with tensor cores or similar units. `GPUS` lists these
+# formats [with their sources](../src/amp_lab/core/gpus.py). The next cell prints this list. The cell after it defines
+# `choose`, which returns a precision:
 
 # %%
 kinds = {}
@@ -113,9 +112,7 @@ print("T4, a model trained in bf16:", choose(turing, "infer", trained_in="bf16")
 # - **fp32** where neither is fast. Where accuracy matters more than speed, such as in a solver, use fp32 with
 #   [TF32](#What-fp32-means) off.
 #
-# For training in 16 bits, use autocast and keep the weights in fp32. For inference in 16 bits, cast fp32 weights
-# once, before the first input. This halves the memory of the weights. In inference, fp16 [can be more accurate than
-# bf16](18_inference_and_export.ipynb) if the values fit.
+# For training in 16 bits, use autocast and keep the weights in fp32. For inference in 16 bits, cast fp32 weights once.
 #
 # Start with the precision from `choose`, then measure. [`amp-lab
 # advise`](../docs/your_model.md#which-precision-should-i-use-and-what-do-i-write) times the precisions on your
@@ -127,8 +124,8 @@ print("T4, a model trained in bf16:", choose(turing, "infer", trained_in="bf16")
 # - **V100, P100 and GTX 10.** [Install PyTorch 2.14 for CUDA
 #   12.6](../docs/hardware.md#install-another-build-of-torch). [PyTorch 2.15 is not
 #   built](https://github.com/pytorch/pytorch/issues/190385) for these GPUs.
-# - **V100, T4 and RTX 20.** Use fp16. These GPUs have no TF32. They [emulate
-#   bf16](../docs/hardware.md#t4-v100-and-rtx-20), so bf16 can be slower than fp32.
+# - **V100, T4 and RTX 20.** Use fp16. These GPUs [emulate bf16](../docs/hardware.md#t4-v100-and-rtx-20), so bf16 can be
+#   slower than fp32.
 # - **MI210 and MI250.** Use bf16. In fp16, matmuls on these GPUs [round subnormals to
 #   0](https://docs.pytorch.org/docs/stable/notes/numerical_accuracy.html).
 # - **Arc A.** Use bf16. To train in fp16, you need `GradScaler`, which uses float64. Arc A [has no
@@ -148,15 +145,9 @@ print("T4, a model trained in bf16:", choose(turing, "infer", trained_in="bf16")
 # - **Convolutions**: PyTorch's default allows TF32. `torch.backends.cudnn.allow_tf32 = False` turns TF32 off.
 # - **Matmuls**: PyTorch's default is fp32.
 #   [`torch.set_float32_matmul_precision`](https://docs.pytorch.org/docs/stable/generated/torch.set_float32_matmul_precision.html)
-#   allows a lower precision:
+#   allows a lower precision.
 #
-# | `set_float32_matmul_precision` | matmuls on an NVIDIA GPU with TF32 | matmuls on a CPU, depending on the CPU |
-# |---|---|---|
-# | `"highest"`, the default | fp32 | fp32 |
-# | `"high"` | TF32 | fp32 or TF32 |
-# | `"medium"` | TF32 | fp32 or bf16 |
-#
-# The next cell prints the lowest precision that each value allows. `ieee` means fp32:
+# The next cell prints the lowest precision that `"highest"`, `"high"` and `"medium"` allow. `ieee` means fp32:
 
 
 # %%
@@ -236,8 +227,8 @@ assert not in_fp16.isfinite().all()
 # %% [markdown]
 # In fp16, hidden values such as 2.69e+05 become infinite, so the outputs are not finite either.
 #
-# **Look before you cast**: call `largest_values` for your model in fp32 or bf16, with some of your inputs. As a rule
-# of thumb, each value should be at most half of 65504, because other inputs may give larger values.
+# **Look before you cast**: call `largest_values` for your model in fp32 or bf16, with some of your inputs. As a rule of
+# thumb, each value should be at most half of 65504.
 #
 # If a value is too large, run the model in fp32, or use one of two remedies:
 #
@@ -252,9 +243,8 @@ assert not in_fp16.isfinite().all()
 #
 # The frameworks in this section have three kinds of settings:
 #
-# - **Mixed**, such as `bf16-mixed`, usually means autocast. Autocast leaves the weights in the dtype in which they
-#   were created or loaded.
-# - **True**, such as `bf16-true`, means that the weights are cast, here to bf16.
+# - **Mixed**, such as `bf16-mixed`, usually means autocast.
+# - **True**, such as `bf16-true`, means that the weights are cast.
 # - **Only a dtype** can mean either: `bf16` in transformers usually means mixed, but `bfloat16` in Keras means true.
 #
 # To see what a setting does, we look at the dtypes in a training step, first without a framework. *State* is the
@@ -330,10 +320,10 @@ assert set(rows["model.to(bfloat16)"]) == {"bfloat16"}
 # | Keras `bfloat16` | bf16 | bf16 | bf16 | bf16 | bf16 |
 #
 # accelerate (which transformers uses) and Fabric wrap the model and cast its outputs to fp32. In Lightning's
-# `training_step`, we call the model without a wrapper, so the outputs stay in bf16.
+# `training_step`, the outputs stay in bf16.
 #
-# In transformers 5, `from_pretrained` by default loads a model **in the dtype that its config names**. To fine-tune with
-# fp32 weights, pass `dtype=torch.float32`. See also [Trainers, master weights and checkpoints](../docs/trainers.md).
+# In transformers 5, `from_pretrained` by default loads a model **in the dtype that its config names**. To fine-tune
+# with fp32 weights, pass `dtype=torch.float32`.
 # <!-- tests/notebooks/test_19_choose_your_precision.py -->
 #
 # ## Summary
