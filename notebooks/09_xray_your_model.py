@@ -56,8 +56,7 @@ for row in result.rows:
 assert [row.dtype for row in result.rows] == [torch.float16, torch.float32, torch.float32]
 
 # %% [markdown]
-# The linear layer (`addmm`) runs in fp16. The norm and the softmax run in fp32. `xray` found these dtypes without
-# computing a value. <!-- tests/tracing/test_xray.py -->
+# The linear layer (`addmm`) runs in fp16. The norm and the softmax run in fp32. <!-- tests/tracing/test_xray.py -->
 #
 # ## A short tracer
 #
@@ -177,14 +176,10 @@ xray(net, images, device_type="cuda")
 # - `work in` is the dtype of these matmuls and convolutions.
 # - `other ops in` is the dtype of the other ops.
 #
-# *Look at* compares two numbers of bytes: those that the casts write, and those by which the fp16 results are smaller.
-# For this small batch, the first number is larger.
-#
 # ## Three models, three backends
 #
 # Do CUDA, MPS and the CPU run a model in the same dtypes? We compare a ResNet-50, a GPT and an LSTM. We
-# build the models on the [`meta` device](https://docs.pytorch.org/docs/stable/meta.html), where tensors have no data,
-# so the weights take no memory.
+# build the models on the [`meta` device](https://docs.pytorch.org/docs/stable/meta.html), so the weights take no memory.
 
 
 # %%
@@ -257,8 +252,7 @@ _ = figures.dtypes_by_model(grid)
 # - **`batch_norm`** and the `relu_` after it are fp32 on MPS, but the convolutions around them are fp16. So the ResNet
 #   needs casts from fp16 to fp32 and back.
 # - **`lstm`** has no rule in autocast on MPS. So it keeps the dtype of its input, here fp32.
-# - **`_log_softmax`** in the loss is fp16 on CUDA and MPS, and fp32 on the CPU. The [next
-#   section](#The-surprise-in-cross-entropy) explains why.
+# - **`_log_softmax`** in the loss is fp16 on CUDA and MPS, and fp32 on the CPU.
 
 # %%
 resnet = grid["ResNet-50"]
@@ -309,7 +303,7 @@ for backend in BACKENDS:
     assert in_fp32 == ("fp32", "fp32")
 
 # %% [markdown]
-# Without `.float()`, this happens on CUDA in eager mode (without `torch.compile`):
+# Without `.float()`, this happens on CUDA in eager mode:
 #
 # 1. `F.cross_entropy` calls `log_softmax` [with `dtype=` set to the dtype of the
 #    logits](https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/native/LossNLL.cpp), here fp16.
@@ -317,9 +311,7 @@ for backend in BACKENDS:
 #    rule for `log_softmax`, so the result is rounded to fp16.
 # 3. Autocast casts the rounded values to fp32 for `nll_loss`. So the loss is fp32, but comes from rounded values.
 #
-# To avoid the rounding, call **`.float()` on the logits.** Autocast on the CPU casts the logits to fp32, because the
-# [CPU's list](https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/autocast_mode.cpp) of ops that run in fp32
-# contains `cross_entropy_loss`.
+# To avoid the rounding, call **`.float()` on the logits.**
 #
 # ## Will it fit?
 #
@@ -340,11 +332,10 @@ memory
 
 # %% [markdown]
 # Here, AMP makes the activations about half as large. Weights, gradients and optimizer state keep their size. AMP adds
-# copies of the weights (*weights cast by autocast*). The activations take most of the memory, so the largest batch
-# almost doubles.
+# copies of the weights (*weights cast by autocast*). The largest batch almost doubles.
 #
-# The forecast does not count the memory of the driver. To reserve 10 % of the GPU's memory for the driver, pass
-# `reserve=0.1` to `compare_memory`. <!-- tests/cli/test_tracing_commands.py -->
+# To reserve 10 % of the GPU's memory for the driver, pass `reserve=0.1` to `compare_memory`. <!--
+# tests/cli/test_tracing_commands.py -->
 
 # %%
 fp32, fp16 = memory["fp32"], memory["fp16"]
@@ -388,9 +379,7 @@ assert amp_lab_command(command.split()) == 0
 #   indices, eager mode). Pass `logits.float()`.
 # - In our forecast, AMP makes the activations smaller. Weights, gradients and optimizer state keep their size.
 #
-# To compare two runs of a model op by op, see [Where do two runs
-# diverge?](../docs/your_model.md#where-do-two-runs-diverge) Next, [notebook 10](10_speed_ladder.ipynb) makes a step
-# faster.
+# Next, [notebook 10](10_speed_ladder.ipynb) makes a step faster.
 #
 # ## Exercises
 #
@@ -416,7 +405,7 @@ exercises.check_number_of_casts(number_of_casts)
 # <details><summary>Hint</summary>
 #
 # For each layer, write down the dtype in which it computes. Then count the inputs that have another dtype.
-# Weights and biases are inputs too. On CUDA, autocast runs a layer norm in fp32.
+# Weights and biases are inputs too.
 #
 # </details>
 #
@@ -517,8 +506,7 @@ exercises.check_gigabytes(gigabytes)
 # gigabytes = 36
 # ```
 #
-# Each parameter takes 4 bytes of weight, 4 of gradient and 4 of momentum, all of them in fp32 under
-# autocast. So 3 billion parameters take 36 GB.
+# Each parameter takes 4 bytes of weight, 4 of gradient and 4 of momentum. So 3 billion parameters take 36 GB.
 #
 # </details>
 #
