@@ -54,14 +54,12 @@ assert layer.weight.dtype is gradient.dtype is torch.float32
 
 # %% [markdown]
 # Only the output is in bf16, so it takes half as much memory as in fp32. The matmul that computes it can be [much
-# faster](https://docs.pytorch.org/docs/stable/amp.html) in 16 bits. We therefore expect AMP to save time and memory.
+# faster](https://docs.pytorch.org/docs/stable/amp.html) in 16 bits.
 #
 # ## The problem: a picture, from its coordinates
 #
 # The network gets the x and the y coordinate of each pixel and predicts the pixel's brightness. The
 # picture is a sum of two cosine waves, rounded to four levels. <!-- tests/bench/test_convmodel.py -->
-# The problem comes from an [article by
-# AMD](https://rocm.blogs.amd.com/artificial-intelligence/automatic-mixed-precision/README.html).
 
 # %%
 config = {
@@ -91,10 +89,7 @@ assert all(layer.kernel_size == (1, 1) for layer in convolutions)
 # %% [markdown]
 # ## The plain step, and the same step with AMP
 #
-# We write one training step without AMP and one with AMP. Each returns the loss as a tensor, because
-# reading it with `loss.item()` would make the CPU [wait for the
-# GPU](https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html#avoid-unnecessary-cpu-gpu-synchronization)
-# in every step.
+# We write one training step without AMP and one with AMP.
 
 
 # %%
@@ -129,7 +124,7 @@ def step_amp(model, optimizer, scaler, dtype):
 # %% [markdown]
 # By default, PyTorch lets a recent NVIDIA GPU [run fp32 convolutions in
 # TF32](https://docs.pytorch.org/docs/stable/notes/cuda.html#tensorfloat-32-tf32-on-ampere-and-later-devices).
-# Our baseline is plain FP32, so `float32_mode` turns TF32 off for this baseline.
+# Our baseline is plain FP32, so `float32_mode` turns TF32 off.
 # <!-- tests/core/test_precision.py -->
 
 
@@ -155,8 +150,8 @@ with Precision.FP32.float32_mode("cpu"):
     assert torch.backends.cudnn.conv.fp32_precision == "ieee"
 
 # %% [markdown]
-# Which precisions are faster than FP32 on this device? `describe_device` times a matmul in each precision. We will
-# compare FP32 with the precisions that are clearly faster, or with bf16 if none is.
+# `describe_device` times a matmul in each precision. We will compare FP32 with the precisions that are clearly faster,
+# or with bf16 if none is.
 # <!-- tests/core/test_device.py -->
 
 # %% tags=["nbval-ignore-output"]
@@ -192,7 +187,7 @@ for loss in losses.values():  # (seeds, epochs)
 # Each line is the mean loss of the three seeds. The band around a line reaches from the lowest loss to the
 # highest. Here the two lines nearly coincide.
 #
-# To put a number on the difference, we average the loss of each run over the last ten epochs:
+# We average the loss of each run over the last ten epochs:
 
 # %% tags=["nbval-ignore-output"]
 final = {p: loss[:, -10:].mean(dim=1) for p, loss in losses.items()}  # (seeds,) each
@@ -204,8 +199,8 @@ for precision, loss in final.items():
 print(f"the seeds of fp32 differ by up to {(fp32_final.max() - fp32_final.min()).item():.5f}")
 
 # %% [markdown]
-# Here the means of fp32 and bf16 differ by less than the fp32 seeds differ from each other. Such a small difference
-# may be chance, so we see no loss of accuracy.
+# Here the means of fp32 and bf16 differ by less than the fp32 seeds differ from each other, so we see no loss of
+# accuracy.
 #
 # We plot the pictures that the networks of the first seed predict:
 
@@ -225,11 +220,11 @@ for picture in pictures.values():
     assert close.float().mean() > 0.6
 
 # %% [markdown]
-# Here both networks draw the target's diamonds in the right places, but blur their edges.
+# Here both networks draw the target's diamonds in the right places.
 #
 # ## Time of a training step
 #
-# Next we measure how long a training step takes. `compare` times functions:
+# `compare` times functions:
 #
 # 1. After a warm-up, `compare` measures in rounds. Every function has one turn in each round. Before and after each
 #    turn, `compare` waits until the device has finished.
@@ -238,9 +233,8 @@ for picture in pictures.values():
 # 3. If other programs disturb too many rounds, `compare` marks the result as *not reliable*.
 # <!-- tests/core/test_timing.py -->
 #
-# `is_possible` checks the speed of the step in floating-point operations (FLOP) per second. If a step does far more
-# FLOP per second than the matmul that `describe_device` timed, the clock has probably [stopped too
-# early](#How-not-to-measure).
+# `is_possible` checks that a step does not do far more floating-point operations (FLOP) per second than the matmul
+# that `describe_device` timed.
 # <!-- tests/notebooks/test_04_fp32_vs_amp.py -->
 #
 # Before you run this: how much faster do you expect the step to be in 16 bits?
@@ -275,10 +269,8 @@ assert inference_flops < 0.5 * training_flops  # the backward pass is most of a 
 #
 # ## Memory of a training step
 #
-# Autograd saves tensors for the backward pass. With
-# [hooks](https://docs.pytorch.org/tutorials/intermediate/autograd_saved_tensors_hooks_tutorial.html), `saved_bytes`
-# adds up the sizes of these tensors, except the parameters. On most GPUs, `measure` returns the peak memory of the
-# step.
+# Autograd saves tensors for the backward pass. `saved_bytes` adds up the sizes of these tensors, except the
+# parameters. On most GPUs, `measure` returns the peak memory of the step.
 # <!-- tests/notebooks/test_04_fp32_vs_amp.py --> <!-- tests/core/test_timing.py -->
 
 # %% tags=["nbval-ignore-output"]
@@ -302,14 +294,14 @@ _ = figures.time_and_memory(
 )
 
 # %% [markdown]
-# On our CPU, autograd saves about half as many bytes with bf16 as with FP32, because nearly all saved activations
-# are in bf16. The peak memory of a step also includes the weights and Adam's state, which
-# [stay in fp32](06_caltech256_resnet50.ipynb#Train-the-backbone-too).
+# On our CPU, autograd saves about half as many bytes with bf16 as with FP32. The peak memory of a step also includes
+# the weights and Adam's state, which [stay in
+# fp32](06_caltech256_resnet50.ipynb#Train-the-backbone-too).
 # <!-- tests/notebooks/test_04_fp32_vs_amp.py -->
 #
 # ## How not to measure
 #
-# The [article](https://rocm.blogs.amd.com/artificial-intelligence/automatic-mixed-precision/README.html) that
+# The [article by AMD](https://rocm.blogs.amd.com/artificial-intelligence/automatic-mixed-precision/README.html) that
 # our picture comes from reports the times in the next cell, and calls the gain in training a speed-up of 46 %.
 
 # %%
@@ -322,18 +314,17 @@ for task, (fp32_s, amp_s) in article.items():
 # %% [markdown]
 # **Do not report the time saved as the speed-up.** Here 46.4 % less time is a speed-up of 1.86x.
 #
-# **Do not count the first step.** It can be slow, for example because it [loads a
-# library](https://docs.pytorch.org/tutorials/recipes/recipes/benchmark.html).
+# **Do not count the first step.** It [can be
+# slow](https://docs.pytorch.org/tutorials/recipes/recipes/benchmark.html).
 #
 # **Do not stop the clock too early.** A call that starts work on a GPU [usually returns before the work is
 # done](https://docs.pytorch.org/docs/stable/notes/cuda.html#asynchronous-execution). If you then read the
-# clock without waiting, you time how fast the CPU queues work. On an H100, we measured [six times the true
-# speed](../data/results/README.md#an-nvidia-h100) in this way. On a GPU, call `torch.accelerator.synchronize()` before
+# clock without waiting, you time how fast the CPU queues work. On a GPU, call `torch.accelerator.synchronize()` before
 # you read the clock.
 #
 # ## Summary
 #
-# - AMP with a scaler takes five lines: four in the training step, and one that creates the scaler.
+# - AMP with a scaler takes five lines.
 # - To see whether reduced precision costs accuracy, compare the losses of several seeds.
 # - To measure time, warm up, synchronise and repeat. Time the precisions in turns, and give an interval. Say whether
 #   the baseline is FP32 or TF32.
