@@ -233,8 +233,8 @@ for picture in pictures.values():
 # 3. If other programs disturb too many rounds, `compare` marks the result as *not reliable*.
 # <!-- tests/core/test_timing.py -->
 #
-# `is_possible` checks that a step does not do far more floating-point operations (FLOP) per second than the matmul
-# that `describe_device` timed.
+# `is_possible` finds times that are too short to be true: a step cannot do far more floating-point operations (FLOP)
+# per second than the matmul that `describe_device` timed.
 # <!-- tests/notebooks/test_04_fp32_vs_amp.py -->
 #
 # Before you run this: how much faster do you expect the step to be in 16 bits?
@@ -301,8 +301,9 @@ _ = figures.time_and_memory(
 #
 # ## How not to measure
 #
-# The [article by AMD](https://rocm.blogs.amd.com/artificial-intelligence/automatic-mixed-precision/README.html) that
-# our picture comes from reports the times in the next cell, and calls the gain in training a speed-up of 46 %.
+# Our picture comes from an [article by
+# AMD](https://rocm.blogs.amd.com/artificial-intelligence/automatic-mixed-precision/README.html). The next cell has its
+# times. The article calls the gain in training a speed-up of 46 %.
 
 # %%
 article = {"training": (13.98, 7.50), "inference": (4.24, 2.87)}  # seconds in FP32 and with AMP

@@ -290,9 +290,8 @@ assert list(kind_times) == list(KINDS)
 # %% [markdown]
 # The number above a hatched bar is the speed-up of autocast.
 #
-# On the CPU of this run, the four depthwise layers with stride 2 take less than a tenth of the time of all
-# convolutions in FP32. Under autocast, they take more than a third. These layers lose far more time than the pointwise
-# layers save.
+# On the CPU of this run, the four depthwise layers with stride 2 take less than a tenth of the total time in FP32, but
+# more than a third of the total time under autocast. These layers lose far more time than the pointwise layers save.
 # <!-- tests/notebooks/test_05_cifar10_mobilenet.py -->
 #
 # ## Resume: to the last bit

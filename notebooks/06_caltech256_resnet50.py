@@ -224,7 +224,8 @@ class LiveTensors(TorchDispatchMode):
 
 
 # %% [markdown]
-# We count two steps of a new network on random images, because AdamW creates its state at the end of the first step.
+# AdamW creates its state at the end of the first step. So we count two steps of a new network on random images: in the
+# second step, the state is in memory from the start.
 # <!-- tests/notebooks/test_06_caltech256_resnet50.py -->
 
 

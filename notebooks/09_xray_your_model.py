@@ -87,7 +87,7 @@ class Tracer(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        if func.namespace == "aten":  # others only ask for a tensor's device
+        if func.namespace == "aten":  # other ops only ask for a device
             name = func.overloadpacket.__name__
             self.rows.append((name, dtypes_of(args), dtypes_of(result)[:1]))
         return result
@@ -334,8 +334,8 @@ memory
 # Here, AMP makes the activations about half as large. Weights, gradients and optimizer state keep their size. AMP adds
 # copies of the weights (*weights cast by autocast*). The largest batch almost doubles.
 #
-# To reserve 10 % of the GPU's memory for the driver, pass `reserve=0.1` to `compare_memory`. <!--
-# tests/cli/test_tracing_commands.py -->
+# By default, `compare_memory` gives the whole memory to the step. To reserve 10 % for the driver, pass `reserve=0.1`.
+# <!-- tests/cli/test_tracing_commands.py -->
 
 # %%
 fp32, fp16 = memory["fp32"], memory["fp16"]

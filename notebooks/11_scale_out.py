@@ -302,7 +302,9 @@ for n in counts[1:]:
 #
 # The *global batch* is the batch of all ranks together. **If you keep its size, you can keep the learning rate**: the
 # average of the ranks' gradients is the gradient of the global batch. The loss must be a mean over samples, and all
-# ranks must have equally many samples. With plain batch norm, the losses change.
+# ranks must have equally many samples. Use no batch norm, or
+# [`nn.SyncBatchNorm`](https://docs.pytorch.org/docs/stable/generated/torch.nn.SyncBatchNorm.html), because plain batch
+# norm sees only the batch of its rank.
 # <!-- tests/notebooks/test_11_scale_out.py -->
 #
 # ## What does each rank send and hold?
@@ -391,7 +393,8 @@ assert decided[0]["DDP", "gradient"][1] == []
 # - **DDP:** if one rank's gradients have inf or NaN before the average, the average has inf or NaN on all ranks.
 # - **FSDP2:** `unscale_` combines the overflow flags of all ranks, so all scalers make the same decision.
 #
-# So DDP and FSDP2 need no special scaler: with `GradScaler`, an overflow from a batch is skipped on all ranks.
+# Our infinity after the average was artificial: after DDP's average, the gradients of all ranks are equal. So
+# `GradScaler` is enough for DDP and FSDP2.
 #
 # If you average gradients yourself, **average them before `unscale_`**. If `unscale_` runs before the average, only the
 # rank with the overflow skips its step. <!-- tests/notebooks/test_exercises.py -->

@@ -193,8 +193,8 @@ for name in POLICIES[:3]:
     assert (kind == "LossScaleOptimizer") == (name == "mixed_float16")
 
 # %% [markdown]
-# With `auto_scale_loss=False`, the first model has no loss scale. The second model has none because only its first
-# layer has the policy `mixed_float16`. The model itself has the global policy, here `float32`:
+# We compile two more models. With `auto_scale_loss=False`, the first has no loss scale. The second has none because
+# only its first layer has the policy `mixed_float16`. The model itself has the global policy, here `float32`:
 
 # %%
 print("on purpose:", optimizer_of(new_head(), auto_scale_loss=False))
@@ -261,8 +261,8 @@ def step_with_tensorflow(self, data):
 
 
 # %% [markdown]
-# Both steps work without a loss scale, as under `float32` and `mixed_bfloat16`. We use the steps in a small
-# network:
+# Both steps also work under `float32` and `mixed_bfloat16`: an optimizer without a loss scale has the same methods,
+# which then do not scale. We use the steps in a small network:
 # <!-- tests/notebooks/test_12_keras.py -->
 
 

@@ -188,7 +188,8 @@ assert runs["autocast"].losses != runs["O2"].losses
 # - Adam can divide by zero. Apart from its bias correction, Adam divides by sqrt(v) + 1e-8, where v is the moving
 #   average of the squared gradients. In fp16, 1e-8 becomes zero, and v becomes zero if the gradients are small.
 #
-# We check that v is zero for a gradient of 0.0005, and that 1e-8 is zero. Then we train at O3 for three steps:
+# In the first step, v is 0.001 (that is, 1 - beta2) times the squared gradient. We check that v is zero for a gradient
+# of 0.0005, and that 1e-8 is zero. Then we train at O3 for three steps:
 
 # %%
 assert 0.001 * torch.tensor(5e-4).half() ** 2 == 0 == torch.tensor(1e-8).half()
@@ -199,7 +200,7 @@ assert losses[1] != losses[1]  # NaN
 # %% [markdown]
 # ### What it costs in memory
 #
-# The table shows the bytes for each parameter of a linear layer during a step of torch's Adam:
+# A linear layer takes this many bytes for each parameter. Activations are not counted:
 # <!-- tests/notebooks/test_13_from_apex.py -->
 #
 # | | weights | gradients | master weights | gradients of masters | Adam's state | total |
@@ -374,7 +375,7 @@ if find_spec("libcst") is not None:
 # - At O2, the fp32 master weights are missing.
 #
 # Our reference run trains for eight steps, writes a checkpoint, and trains for eight more steps. The resumed run has
-# to reproduce the last eight steps. To compare, our checkpoint at O2 also has the master weights.
+# to reproduce the last eight steps.
 # <!-- tests/notebooks/test_13_from_apex.py -->
 
 # %%

@@ -329,10 +329,10 @@ report
 # <!-- tests/formats/test_rehearsal.py -->
 #
 # - `blocks.1.up` and `blocks.1.down`: these two layers lose accuracy in all four formats because of the outlier.
-# - `token.weight`, which is also the weight of the head: in these formats, matmuls need an output size that is a
-#   [multiple of 16](08g_speed_and_memory.ipynb#A-size-is-not-a-multiple-of-16-or-8). Here the output size is 88.
+# - `token.weight`, which is the weight of the head: its output size, 88, is [no multiple of 16 or
+#   32](08g_speed_and_memory.ipynb#A-size-is-not-a-multiple-of-16-or-8), as these formats need.
 #
-# The two *error* rows show the errors of the whole model in a single step, in which layers with a star are not
+# The two *error* rows compare one step of the whole model with fp32. In this step, only the layers without a star are
 # rounded. To test learning, run `amp-lab rehearse` with `--steps 20`.
 # <!-- tests/cli/test_rehearse_command.py -->
 

@@ -144,7 +144,7 @@ class Adam:
 #
 # A bf16 number is the upper 16 bits of an fp32 number. The function `stochastic` adds random bits to the lower 16 bits,
 # and then sets the lower 16 to zero. If the addition carries a 1 into the upper bits, the result is the next bf16
-# number.
+# number. The larger the lower 16 bits are, the likelier is this carry.
 # <!-- code -->
 
 
@@ -295,9 +295,9 @@ assert square == 1
 # <!-- tests/formats/test_scaling.py -->
 #
 # - *INT8*: evenly spaced numbers from -127 to 127, for both moments;
-# - *INT8, no zero*: INT8 for the mean; for the second moment, 256 evenly spaced numbers that begin above zero;
-# - *4 bits, no zero*: [E2M1](15_below_16_bits.ipynb) for the mean; for the second moment, 16 evenly spaced
-#   numbers that begin above zero.
+# - *INT8, no zero*: INT8 for the mean; 256 evenly spaced numbers above zero for the second moment;
+# - *4 bits, no zero*: [E2M1](15_below_16_bits.ipynb) for the mean; 16 evenly spaced numbers above zero for the second
+#   moment.
 
 
 # %%

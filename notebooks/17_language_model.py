@@ -173,7 +173,8 @@ print(f"two seeds in fp32 differ by up to {between_seeds:.2g}")
 # The vocabulary of Llama 3 has [128,256
 # entries](https://github.com/pytorch/torchtune/blob/main/torchtune/models/llama3/_model_builders.py). The logits have a
 # value for each token and each entry. Suppose that we train under bf16 autocast in eager mode, and compute the loss
-# from `logits.float()`. At the peak of the backward pass, four tensors with the logits' shape are in memory:
+# from `logits.float()`. At the peak of the backward pass, the fp32 copy of the logits is already freed. Four tensors
+# of the same shape are in memory:
 #
 # - the bf16 logits;
 # - the log-softmax in fp32;
@@ -299,8 +300,8 @@ assert dtypes["blocks.0.qkv"] == dtypes["blocks.1"] == torch.bfloat16  # no fp32
 # Merging adds the *update* (the scaled product of the adapter's matrices) to the weight. If you store the sum in bf16,
 # each value is rounded.
 #
-# We scale the update of one layer to 1, 0.01, 0.001 and 0.0001 times the norm of the weight. Before you run this: how
-# much is left of an update that is 1000 times smaller than the weight?
+# We scale the update of one layer, so that its norm is 1, 0.01, 0.001 or 0.0001 times the norm of the weight. Before
+# you run this: how much is left of an update that is 1000 times smaller than the weight?
 
 # %% tags=["nbval-ignore-output"]
 layer = adapted.blocks[1].up
@@ -322,14 +323,14 @@ assert stayed[1e-3] > 0.5
 # than half of this distance, rounding restores the old value. Here, an update of 0.001 times the weight is too small
 # for most values, so a large part of the update is lost.
 #
-# To keep the update, **keep the adapter separate, or merge into an fp32 copy of the base**. If you need a bf16 weight,
-# compute the sum in fp32 and round only the sum.
+# To lose nothing, **keep the adapter separate, or merge into an fp32 copy of the base**. A merged weight in bf16
+# always loses a part of the update.
 #
 # ## The same prompt, another text
 #
-# We let the model continue 32 prompts in fp32 and in bf16, always with the likeliest character. Where the two texts of
-# a prompt begin to differ, we measure the gap between the two largest logits of the fp32 run. Before you run this:
-# will the texts in fp32 and bf16 agree? <!-- code -->
+# We let the model continue 32 prompts in fp32 and in bf16, always with the likeliest character. For each prompt, we
+# find the first character that differs, and print how close the two likeliest characters were in fp32. Before you run
+# this: will the texts in fp32 and bf16 agree? <!-- code -->
 
 # %% tags=["nbval-ignore-output"]
 rows = lm.draw(test_data, 32, torch.Generator().manual_seed(1))[0].to(device)

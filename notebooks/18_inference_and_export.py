@@ -319,8 +319,8 @@ assert far["fp8-rowwise"] < far["nvfp4"]
 # ## Summary
 #
 # - Count changed decisions, and look at the gap between the two best classes.
-# - For inference, cast the weights once, and fp32 inputs at each call. Cast the outputs to fp32 before you compute
-#   with them.
+# - For inference, cast the weights once, and cast fp32 inputs at each call. Cast the outputs to fp32 before you
+#   compute with them.
 # - `torch.compile` can compile again if the batch size, the autocast state or the gradient mode changes.
 # - `torch.export.export` does not record autocast around the call, so cast first, then export.
 #
@@ -420,8 +420,9 @@ exercises.check_predict(predict)
 #
 # ### 4. Fold a batch norm by hand
 #
-# In inference, a batch norm computes `(x - mean) / sqrt(var + eps) * weight + bias` for each channel. Complete the
-# function. It returns the `weight, bias` of one convolution that replaces `convolution` (which has no bias) and `norm`.
+# In inference, a batch norm computes `(x - mean) / sqrt(var + eps) * weight + bias` for each channel. The
+# `convolution` before it has no bias. Complete the function: it returns the `weight, bias` of a single convolution
+# that replaces both.
 
 
 # %%

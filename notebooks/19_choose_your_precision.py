@@ -147,7 +147,8 @@ print("T4, a model trained in bf16:", choose(turing, "infer", trained_in="bf16")
 #   [`torch.set_float32_matmul_precision`](https://docs.pytorch.org/docs/stable/generated/torch.set_float32_matmul_precision.html)
 #   allows a lower precision.
 #
-# The next cell prints the lowest precision that `"highest"`, `"high"` and `"medium"` allow. `ieee` means fp32:
+# The next cell tries `"highest"`, `"high"` and `"medium"`, and prints the precisions that PyTorch then allows. `ieee`
+# means fp32. The setting does not change the convolutions:
 
 
 # %%
@@ -245,7 +246,7 @@ assert not in_fp16.isfinite().all()
 #
 # - **Mixed**, such as `bf16-mixed`, usually means autocast.
 # - **True**, such as `bf16-true`, means that the weights are cast.
-# - **Only a dtype** can mean either: `bf16` in transformers usually means mixed, but `bfloat16` in Keras means true.
+# - **The dtype alone** can mean either. In transformers, `bf16` usually means mixed. In Keras, `bfloat16` means true.
 #
 # To see what a setting does, we look at the dtypes in a training step, first without a framework. *State* is the
 # optimizer's state:

@@ -130,7 +130,8 @@ class LayerErrors:
         # Either an outlier makes the other values of its block inaccurate, or large terms cancel.
         operand, peak = max(self.peaks.items(), key=lambda item: item[1])
         if peak > _OUTLIER:
-            return f"{noise}, because its {operand} reaches {peak:.0f} times its root mean square"
+            size = f"{peak:.0f} times the root mean square"
+            return f"{noise}, because of an outlier in its {operand} ({size})"
         return f"{noise}, because large terms cancel in its sums"
 
 

@@ -78,8 +78,8 @@ def _change_in_bytes(trace: Tracer) -> str:
     weight_bytes = bytes_of(weight_casts(trace))
     return (
         f". In this forward pass, {low} does not reduce the bytes written: the casts write "
-        f"{bytes_text(cast_bytes)} ({bytes_text(weight_bytes)} for weights, at any "
-        f"batch size), but the results are only {bytes_text(saved_bytes)} smaller than in fp32"
+        f"{bytes_text(cast_bytes)}, but the results are only {bytes_text(saved_bytes)} smaller "
+        f"than in fp32. The casts of weights ({bytes_text(weight_bytes)}) do not grow with the batch"
     )
 
 

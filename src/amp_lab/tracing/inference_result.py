@@ -201,7 +201,7 @@ class InferenceTable(ForecastTable):
             if self.tokens is not None:
                 tokens = f"{self.tokens:,} tokens"
                 yield f"The output has no KV cache, so there is no forecast for {tokens}."
-            yield "Not counted: a cache of keys and values, and the memory of the driver."
+            yield "The peak does not include a cache of keys and values, or the memory of the driver."
             return
         ways_by_sentences = columns_by_text(sentences_by_way)
         for sentences, ways in ways_by_sentences.items():
@@ -213,4 +213,4 @@ class InferenceTable(ForecastTable):
             limit = f"max_position_embeddings in its config is {self.places:,}"
             yield f"{self.tokens:,} tokens are too many for the model: {limit}."
         yield "The KV cache of the input is counted among the temporaries."
-        yield "Not counted: the memory of the driver."
+        yield "The peak does not include the memory of the driver."

@@ -235,7 +235,7 @@ class MemoryTable(ForecastTable):
         yield "Not all parts are in memory at the same time, so they do not add up to the peak."
         if first.gradients:
             yield self._data_parallel_fact()
-        yield "Not counted: the memory of the driver and its libraries."
+        yield "The peak does not include the memory of the driver and its libraries."
         yield from first.caveats
 
     def _data_parallel_fact(self) -> str:
