@@ -263,8 +263,8 @@ class TrainingRehearsal(Rehearsal):
             f"at most {_LOSS_OFF:.0%}"
         )
         checks = (
-            f"A format passes if {limits}. If {_TIMES_BF16} times the difference of bf16 is larger, "
-            "it is the limit instead."
+            f"A format passes if {limits}. If {_TIMES_BF16} times the difference of bf16 is "
+            "larger, it is the limit instead."
         )
         return numbers, [checks, "Learning was not tested. Use more steps to test learning."]
 

@@ -79,7 +79,8 @@ def _change_in_bytes(trace: Tracer) -> str:
     return (
         f". In this forward pass, {low} does not reduce the bytes written: the casts write "
         f"{bytes_text(cast_bytes)}, but the results are only {bytes_text(saved_bytes)} smaller "
-        f"than in fp32. The casts of weights ({bytes_text(weight_bytes)}) do not grow with the batch"
+        f"than in fp32. The casts of weights ({bytes_text(weight_bytes)}) do not grow with the "
+        "batch"
     )
 
 

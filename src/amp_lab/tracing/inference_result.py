@@ -201,7 +201,9 @@ class InferenceTable(ForecastTable):
             if self.tokens is not None:
                 tokens = f"{self.tokens:,} tokens"
                 yield f"The output has no KV cache, so there is no forecast for {tokens}."
-            yield "The peak does not include a cache of keys and values, or the memory of the driver."
+            yield (
+                "The peak does not include a cache of keys and values, or the memory of the driver."
+            )
             return
         ways_by_sentences = columns_by_text(sentences_by_way)
         for sentences, ways in ways_by_sentences.items():
