@@ -233,8 +233,8 @@ for picture in pictures.values():
 # 3. If other programs disturb too many rounds, `compare` marks the result as *not reliable*.
 # <!-- tests/core/test_timing.py -->
 #
-# `is_possible` finds times that are too short to be true: a step cannot do far more floating-point operations (FLOP)
-# per second than the matmul that `describe_device` timed.
+# `is_possible` finds a time that is too short to be true. It compares the step with a large matmul that
+# `describe_device` has timed.
 # <!-- tests/notebooks/test_04_fp32_vs_amp.py -->
 #
 # Before you run this: how much faster do you expect the step to be in 16 bits?

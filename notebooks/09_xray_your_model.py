@@ -65,7 +65,7 @@ assert [row.dtype for row in result.rows] == [torch.float16, torch.float32, torc
 # **See each op.** PyTorch's
 # [dispatcher](https://docs.pytorch.org/devlogs/dispatcher/2026-04-16-how-does-the-dispatcher-work/) sends an op first
 # to autocast, and then to a kernel. While a `TorchDispatchMode` is active, PyTorch calls the mode's
-# `__torch_dispatch__` in place of the kernel. Autocast's casts are ops named `_to_copy`, so the mode sees them.
+# `__torch_dispatch__` in place of each kernel. A cast of autocast also runs as an op, with the name `_to_copy`.
 # <!-- tests/notebooks/test_09_xray_your_model.py -->
 
 # %%
@@ -332,10 +332,8 @@ memory
 
 # %% [markdown]
 # Here, AMP makes the activations about half as large. Weights, gradients and optimizer state keep their size. AMP adds
-# copies of the weights (*weights cast by autocast*). The largest batch almost doubles.
-#
-# By default, `compare_memory` gives the whole memory to the step. To reserve 10 % for the driver, pass `reserve=0.1`.
-# <!-- tests/cli/test_tracing_commands.py -->
+# copies of the weights (*weights cast by autocast*). At the peak, some copies are already freed. The largest batch
+# almost doubles.
 
 # %%
 fp32, fp16 = memory["fp32"], memory["fp16"]

@@ -388,13 +388,13 @@ assert decided[0]["FSDP2", "gradient"][1] == [("all_reduce", 1)]  # what `unscal
 assert decided[0]["DDP", "gradient"][1] == []
 
 # %% [markdown]
-# Only one case differs: with DDP, rank 0 does not skip if rank 1's gradient overflows after the average.
+# If the infinity comes from a batch, all ranks skip the step:
 #
-# - **DDP:** if one rank's gradients have inf or NaN before the average, the average has inf or NaN on all ranks.
+# - **DDP:** if one rank's gradients have inf or NaN, the average has inf or NaN on all ranks.
 # - **FSDP2:** `unscale_` combines the overflow flags of all ranks, so all scalers make the same decision.
 #
-# Our infinity after the average was artificial: after DDP's average, the gradients of all ranks are equal. So
-# `GradScaler` is enough for DDP and FSDP2.
+# So `GradScaler` is enough. The ranks disagree only where we wrote an infinity into rank 1's gradient after DDP's
+# average.
 #
 # If you average gradients yourself, **average them before `unscale_`**. If `unscale_` runs before the average, only the
 # rank with the overflow skips its step. <!-- tests/notebooks/test_exercises.py -->

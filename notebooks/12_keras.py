@@ -338,8 +338,8 @@ for backend, record in trained.items():
 # ## A mistake in a custom step
 #
 # If you forget `scale_loss`, or if you divide the gradients yourself, `apply` still divides the gradients by the scale.
-# The weights can then move too little, without an error. We update a weight once with a scaled gradient and once with
-# an unscaled gradient:
+# The weights can then move too little, without an error. We update a weight once correctly (*scaled*) and once without
+# `scale_loss` (*not scaled*):
 
 # %%
 gradient = ops.convert_to_tensor([0.5])
@@ -355,7 +355,7 @@ for kind, rate in ((keras.optimizers.SGD, 1.0), (keras.optimizers.Adam, 0.1)):
 
 # %% [markdown]
 # With SGD, the unscaled gradient moves the weight 2¹⁵ times too little. With Adam, the weight moves nearly as far as
-# with the right gradient. For a much smaller gradient, Adam's epsilon dominates, so the weight hardly moves.
+# it should. If the right gradient is very small, Adam's epsilon dominates, so the weight hardly moves.
 # <!-- tests/notebooks/test_12_keras.py -->
 #
 # ## The names of TensorFlow 2.x (optional)

@@ -188,11 +188,12 @@ assert runs["autocast"].losses != runs["O2"].losses
 # - Adam can divide by zero. Apart from its bias correction, Adam divides by sqrt(v) + 1e-8, where v is the moving
 #   average of the squared gradients. In fp16, 1e-8 becomes zero, and v becomes zero if the gradients are small.
 #
-# In the first step, v is 0.001 (that is, 1 - beta2) times the squared gradient. We check that v is zero for a gradient
-# of 0.0005, and that 1e-8 is zero. Then we train at O3 for three steps:
+# The next cell checks both in fp16, with a gradient of 0.0005. Then we train at O3 for three steps:
 
 # %%
-assert 0.001 * torch.tensor(5e-4).half() ** 2 == 0 == torch.tensor(1e-8).half()
+v = (1 - 0.999) * torch.tensor(5e-4).half() ** 2  # in the first step, with beta2 = 0.999
+assert v == 0
+assert torch.tensor(1e-8).half() == 0
 losses = train_apex("O3", batches, new_model(device), steps=3).losses
 print("losses at O3:", *(f"{loss:.1f}" for loss in losses))
 assert losses[1] != losses[1]  # NaN
@@ -277,9 +278,10 @@ for old_name in (torch.cuda.amp.autocast, torch.cpu.amp.autocast, torch.cuda.amp
 # %% [markdown]
 # Two things can go wrong when you replace these names with names of `torch.amp`.
 #
-# **The default dtype.** `torch.cuda.amp.autocast` always defaults to fp16, and `torch.cpu.amp.autocast` to bf16. Inside
-# another autocast block for the same device type, `torch.autocast` defaults to the dtype of the outer block. In which
-# dtype will each of the three inner blocks compute? <!-- tests/notebooks/test_13_from_apex.py -->
+# **The default dtype.** `torch.cuda.amp.autocast` always defaults to fp16, and `torch.cpu.amp.autocast` to bf16.
+# Inside another autocast block for the same device type, `torch.autocast` defaults to the dtype of the outer block.
+# The next cell opens three blocks inside an fp16 block. In which dtype will each of them compute? <!--
+# tests/notebooks/test_13_from_apex.py -->
 
 # %%
 x = torch.ones(2, 2)
@@ -434,8 +436,8 @@ def resume(use_masters=False):
 check_close(resume(), whole, SAME)
 
 # %% [markdown]
-# At O2, we resume twice: first with the rounded weights, then with the saved master weights. How close will each
-# resumed run be to the reference run?
+# At O2, our `train_and_save` also saves the master weights. We resume twice: first with the rounded weights of Apex's
+# checkpoint, then with these master weights. How close will each resumed run be to the reference run?
 
 # %%
 whole = train_and_save("O2", batches, new_model(device), PATH, INTERVAL)

@@ -131,11 +131,10 @@ _ = figures.sqnr_by_format(errors)
 #
 # | format | values that share a scale with an outlier |
 # |---|---|
-# | `fp8`, `nvfp4` | the whole tensor |
+# | `fp8`, `nvfp4` (its fp32 scale) | the whole tensor |
 # | `fp8-rowwise` | each row |
 # | `fp8-1x128`, `mxfp8`, `mxfp4` | one block in each row |
 #
-# In `nvfp4`, each block has a scale of its own, but the outlier sets the fp32 scale of the whole tensor.
 # <!-- tests/formats/test_scaling.py -->
 #
 # We print the bits per value (with the scales of the blocks), and the SQNR without outliers:
@@ -329,8 +328,8 @@ report
 # <!-- tests/formats/test_rehearsal.py -->
 #
 # - `blocks.1.up` and `blocks.1.down`: these two layers lose accuracy in all four formats because of the outlier.
-# - `token.weight`, which is the weight of the head: its output size, 88, is [no multiple of 16 or
-#   32](08g_speed_and_memory.ipynb#A-size-is-not-a-multiple-of-16-or-8), as these formats need.
+# - `token.weight`, which is the weight of the head. These formats [need an output size that is a multiple of 16 or
+#   32](08g_speed_and_memory.ipynb#A-size-is-not-a-multiple-of-16-or-8), but it is 88.
 #
 # The two *error* rows compare one step of the whole model with fp32. In this step, only the layers without a star are
 # rounded. To test learning, run `amp-lab rehearse` with `--steps 20`.
@@ -377,8 +376,9 @@ assert off < 2**-8  # the rounding of the result to bf16
 # %% [markdown]
 # ## Sums in 14 bits (optional)
 #
-# Our simulation adds the products in fp32. A Hopper GPU adds FP8 products in [about 14
-# bits](https://arxiv.org/abs/2412.19437). Our `hopper_matmul` imitates the two modes of PyTorch's FP8 matmul:
+# Our simulation adds the products in fp32, with 24 significant bits. A Hopper GPU adds FP8 products with [about 14
+# significant bits](https://arxiv.org/abs/2412.19437). Our `hopper_matmul` imitates the two modes of PyTorch's FP8
+# matmul:
 # <!-- tests/formats/test_hopper_sums.py -->
 #
 # - `use_fast_accum=True`: the whole sum is in 14 bits.

@@ -144,7 +144,7 @@ class Adam:
 #
 # A bf16 number is the upper 16 bits of an fp32 number. The function `stochastic` adds random bits to the lower 16 bits,
 # and then sets the lower 16 to zero. If the addition carries a 1 into the upper bits, the result is the next bf16
-# number. The larger the lower 16 bits are, the likelier is this carry.
+# number.
 # <!-- code -->
 
 

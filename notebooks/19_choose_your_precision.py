@@ -128,7 +128,7 @@ print("T4, a model trained in bf16:", choose(turing, "infer", trained_in="bf16")
 #   slower than fp32.
 # - **MI210 and MI250.** Use bf16. In fp16, matmuls on these GPUs [round subnormals to
 #   0](https://docs.pytorch.org/docs/stable/notes/numerical_accuracy.html).
-# - **Arc A.** Use bf16. To train in fp16, you need `GradScaler`, which uses float64. Arc A [has no
+# - **Arc A.** Use bf16. `GradScaler`, which fp16 needs, uses float64, but Arc A [has no
 #   float64](https://github.com/pytorch/pytorch/issues/147731).
 #   <!-- tests/notebooks/test_19_choose_your_precision.py -->
 # - **Apple M1 to M4.** Use fp32. In [measurements](../docs/hardware.md#apple), fp16 was hardly faster.
