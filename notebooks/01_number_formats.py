@@ -244,8 +244,8 @@ assert abs(master.item() - 1.1) < 1e-4
 assert 100 <= len(set(copies)) <= 104  # from 1 to 1.1 in steps of 2^-10 there are 103 numbers
 
 # %% [markdown]
-# Now the thousand updates add up to 0.1. [Autocast](02_autocast_dtypes.ipynb#The-idea-in-five-lines) works in this
-# way: it casts the fp32 parameters for the ops that run in 16 bits.
+# Now the thousand updates add up to 0.1. [Autocast](02_autocast_dtypes.ipynb#The-idea-in-five-lines) also keeps the
+# parameters in fp32. It casts copies of them for the ops that run in 16 bits.
 #
 # ### 2. Loss scaling, against underflow
 #

@@ -448,8 +448,8 @@ exercises.check_scale_after(scale_at_the_end)
 # scale_at_the_end = 512
 # ```
 #
-# Step 2 halves the scale to 512. Steps 3, 4 and 5 are good, so the scale doubles to 1024. Step 8 halves the
-# scale to 512 again.
+# Step 2 halves the scale to 512. Steps 3, 4 and 5 are good, so the scale doubles to 1024. Step 8 overflows, so the
+# scaler halves the scale to 512 again.
 #
 # </details>
 #

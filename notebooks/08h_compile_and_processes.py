@@ -250,8 +250,8 @@ assert all("mix of the legacy and new APIs" in message for message in messages)
 # %% [markdown]
 # **Why.** PyTorch has old names (`allow_tf32`) and new names (`fp32_precision`) for its [TF32
 # switches](19_choose_your_precision.ipynb#What-fp32-means). Setting a switch by its new name does not change its value
-# under the old name. If the two values contradict each other, you get an error when you read the old name. You can
-# also get this error if you call `torch.set_float32_matmul_precision("high")` and then set `allow_tf32 = False`.
+# under the old name. If the two values contradict each other, reading the old name raises an error. You can also get
+# this error if you call `torch.set_float32_matmul_precision("high")` and then set `allow_tf32 = False`.
 # <!-- tests/notebooks/test_08h_compile_and_processes.py -->
 #
 # **The fix.** For matmuls, set TF32 only with `torch.set_float32_matmul_precision`, which changes the value under both
@@ -433,7 +433,7 @@ with group_of_one():
 # raises `Must flatten tensors with uniform dtype but got`, for example for a base model in bf16 with
 # [adapters in fp32](https://github.com/huggingface/trl/pull/6343).
 #
-# **A small example.** We wrap a model that has trained weights in two dtypes.
+# **A small example.** We wrap a model whose trained weights have two dtypes.
 
 
 # %%

@@ -309,7 +309,8 @@ for backend in BACKENDS:
 #    logits](https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/native/LossNLL.cpp), here fp16.
 # 2. This `dtype=` [overrides](https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/autocast_mode.h) autocast's
 #    rule for `log_softmax`, so the result is rounded to fp16.
-# 3. Autocast casts the rounded values to fp32 for `nll_loss`. So the loss is fp32, but comes from rounded values.
+# 3. Autocast casts the rounded values to fp32 for `nll_loss`. So the loss is fp32, but was computed from rounded
+#    values.
 #
 # To avoid the rounding, call **`.float()` on the logits.**
 #

@@ -139,8 +139,8 @@ print("T4, a model trained in bf16:", choose(turing, "infer", trained_in="bf16")
 #
 # From Ampere on, NVIDIA's GPUs can multiply fp32 tensors in
 # [**TF32**](https://docs.pytorch.org/docs/stable/notes/cuda.html#tensorfloat-32-tf32-on-ampere-and-later-devices).
-# TF32 can be faster than fp32, but keeps only 11 of the 24 bits of each input. PyTorch has separate settings
-# for convolutions and for matmuls:
+# TF32 can be faster than fp32, but rounds each input from 24 significant bits to 11. PyTorch has separate settings for
+# convolutions and for matmuls:
 #
 # - **Convolutions**: PyTorch's default allows TF32. `torch.backends.cudnn.allow_tf32 = False` turns TF32 off.
 # - **Matmuls**: PyTorch's default is fp32.
@@ -180,9 +180,9 @@ torch.backends.cudnn.allow_tf32 = kept  # for the next cells; leave this line ou
 # ### Old and new settings
 #
 # `torch.set_float32_matmul_precision` and `allow_tf32` are old settings. `torch.backends.cuda.matmul.fp32_precision`
-# is a new setting. If you change only the new setting, PyTorch can raise an error when other code, such as
-# [Lightning](https://github.com/Lightning-AI/pytorch-lightning/issues/21256), reads an old setting. The next cell
-# shows the error:
+# is a new setting. If you change only the new setting, other code that reads an old setting can get an error.
+# [Lightning](https://github.com/Lightning-AI/pytorch-lightning/issues/21256) is an example. The next cell shows the
+# error:
 
 # %%
 matmul = torch.backends.cuda.matmul
