@@ -530,9 +530,8 @@ exercises.check_block_scales(block_scales)
 #
 # ### 4. Read a report
 #
-# Complete `left_out`. It returns a list with the names of the layers that a report of `rehearse` leaves
-# in 16 bits for one format, in the order of `report.layers`. `form` is the name of the format, such as
-# `"mxfp8"`.
+# Complete `left_out`. `report` is a result of `rehearse`, and `form` is the name of a format, such as `"mxfp8"`. The
+# function returns the names of the layers that should stay in 16 bits in this format, in the order of `report.layers`.
 
 
 # %%
