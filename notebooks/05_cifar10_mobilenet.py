@@ -176,7 +176,8 @@ def new_run(dtype, seed, steps):
 # %% [markdown]
 # ## Train in each precision
 #
-# `float32_mode` turns TF32 off in the FP32 runs. <!-- tests/core/test_precision.py -->
+# Our baseline is FP32 without TF32, so `float32_mode` turns TF32 off in the FP32 runs. <!--
+# tests/core/test_precision.py -->
 
 
 # %%

@@ -294,8 +294,8 @@ assert 0.85 < gib["FP32, batch 512"] / 6 < 1
 #
 # ## Train the backbone too
 #
-# If we train the backbone, autograd saves its activations, and AdamW allocates state for all weights. Before you run
-# this: will a step with AMP and 512 images fit into 6 GiB?
+# For a frozen backbone, autograd saves no activations. If we train it, autograd saves them, and AdamW allocates state
+# for all weights. Before you run this: will a step with AMP and 512 images fit into 6 GiB?
 
 # %%
 unfrozen = {

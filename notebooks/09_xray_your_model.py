@@ -267,11 +267,11 @@ assert casts["ResNet-50", "mps"] > 2 * casts["ResNet-50", "cuda"]
 # %% [markdown]
 # ## The surprise in cross-entropy
 #
-# Without label smoothing, `F.cross_entropy` of class indices calls [`log_softmax`, and then
-# `nll_loss`](https://docs.pytorch.org/docs/stable/generated/torch.nn.CrossEntropyLoss.html). Both are on
-# [CUDA's list](https://docs.pytorch.org/docs/stable/amp.html#autocast-op-reference) of ops that run in fp32.
-# Yet in the figure, `_log_softmax` is fp16 on CUDA. We trace `F.cross_entropy` on fp16 logits, without and with
-# `.float()` on the logits:
+# By default, `F.cross_entropy` with classes as targets calls [`log_softmax`, and then
+# `nll_loss`](https://docs.pytorch.org/docs/stable/generated/torch.nn.CrossEntropyLoss.html). Both are on [CUDA's
+# list](https://docs.pytorch.org/docs/stable/amp.html#autocast-op-reference) of ops that run in fp32. Yet in the
+# figure, `_log_softmax` is fp16 on CUDA. We trace `F.cross_entropy` on fp16 logits, without and with `.float()` on the
+# logits:
 
 
 # %%
@@ -333,8 +333,7 @@ memory
 
 # %% [markdown]
 # Here, AMP makes the activations about half as large. Weights, gradients and optimizer state keep their size. AMP adds
-# copies of the weights (*weights cast by autocast*). At the peak, some copies are already freed. The largest batch
-# almost doubles.
+# copies of the weights (*weights cast by autocast*). In total, the largest batch that fits almost doubles.
 
 # %%
 fp32, fp16 = memory["fp32"], memory["fp16"]

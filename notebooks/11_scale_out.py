@@ -13,7 +13,7 @@
 # FSDP2 (`fully_shard`). Count the bytes that each process sends and holds.
 #
 # **What you'll learn.**
-# - why and how closely the losses agree with those of one process;
+# - how closely training in several processes agrees with training in one;
 # - which dtypes you choose for sending weights and gradients;
 # - how all processes agree on the loss scale, and when they do not.
 #
@@ -393,8 +393,7 @@ assert decided[0]["DDP", "gradient"][1] == []
 # - **DDP:** if one rank's gradients have inf or NaN, the average has inf or NaN on all ranks.
 # - **FSDP2:** `unscale_` combines the overflow flags of all ranks, so all scalers make the same decision.
 #
-# So `GradScaler` is enough. The ranks disagree only where we wrote an infinity into rank 1's gradient after DDP's
-# average.
+# So `GradScaler` is enough. To make the ranks disagree, our test had to write an infinity into one rank's gradient.
 #
 # If you average gradients yourself, **average them before `unscale_`**. If `unscale_` runs before the average, only the
 # rank with the overflow skips its step. <!-- tests/notebooks/test_exercises.py -->

@@ -354,8 +354,8 @@ for kind, rate in ((keras.optimizers.SGD, 1.0), (keras.optimizers.Adam, 0.1)):
     assert abs(ratio / 2.0**15 - 1) < 0.01 if kind is keras.optimizers.SGD else 1 < ratio < 2
 
 # %% [markdown]
-# With SGD, the unscaled gradient moves the weight 2¹⁵ times too little. With Adam, the weight moves nearly as far as
-# it should. If the right gradient is very small, Adam's epsilon dominates, so the weight hardly moves.
+# Without `scale_loss`, the weight moves 2¹⁵ times too little with SGD. With Adam, it moves nearly as far as it should,
+# because Adam divides the gradient by an average of its magnitude.
 # <!-- tests/notebooks/test_12_keras.py -->
 #
 # ## The names of TensorFlow 2.x (optional)

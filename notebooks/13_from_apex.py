@@ -177,16 +177,16 @@ assert runs["autocast"].losses != runs["O2"].losses
 
 # %% [markdown]
 # The losses are equal within the tolerance, but not exactly. Apex first [cast the model to
-# fp16](https://github.com/NVIDIA/apex/blob/e13873debc4699d39c6861074b9a3b2a02327f92/apex/amp/_initialize.py). So the
-# master weights start with rounded values.
+# fp16](https://github.com/NVIDIA/apex/blob/e13873debc4699d39c6861074b9a3b2a02327f92/apex/amp/_initialize.py), and then
+# copied it to the master weights. So the master weights start with rounded values.
 #
 # ### O3: everything in fp16
 #
 # Today O3 is `model.half()` with fp16 inputs. Two problems follow:
 #
 # - Small weight updates are rounded away ([notebook 16](16_low_precision_state.ipynb)).
-# - Adam can divide by zero. Apart from its bias correction, Adam divides by sqrt(v) + 1e-8, where v is the moving
-#   average of the squared gradients. In fp16, 1e-8 becomes zero, and v becomes zero if the gradients are small.
+# - Adam can divide by zero. Adam divides by sqrt(v) + 1e-8, where v is the moving average of the squared gradients
+#   (with a bias correction). In fp16, 1e-8 becomes zero, and v becomes zero if the gradients are small.
 #
 # The next cell checks both in fp16, with a gradient of 0.0005. Then we train at O3 for three steps:
 

@@ -131,7 +131,8 @@ _ = figures.sqnr_by_format(errors)
 #
 # | format | values that share a scale with an outlier |
 # |---|---|
-# | `fp8`, `nvfp4` (its fp32 scale) | the whole tensor |
+# | `fp8` | the whole tensor |
+# | `nvfp4` | the whole tensor, because of its second scale |
 # | `fp8-rowwise` | each row |
 # | `fp8-1x128`, `mxfp8`, `mxfp4` | one block in each row |
 #
@@ -177,8 +178,8 @@ assert at_100["mxfp4"] < at_100["nvfp4"] < alone["nvfp4"] - 5
 # | *wgrad*, the gradient of `weight` | `grad.T @ x` | (out, rows) @ (rows, in) | rows |
 #
 # The blocks lie along the dimension that the matmul sums over ([MX
-# specification](https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf)). For example, we
-# round `weight` in blocks along *in* for the forward matmul, and along *out* for dgrad.
+# specification](https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf)). `quantize`
+# makes blocks along the last dimension, so we transpose some tensors before and after.
 #
 # Everything else is in fp32.
 
@@ -328,8 +329,8 @@ report
 # <!-- tests/formats/test_rehearsal.py -->
 #
 # - `blocks.1.up` and `blocks.1.down`: these two layers lose accuracy in all four formats because of the outlier.
-# - `token.weight`, which is the weight of the head. These formats [need an output size that is a multiple of 16 or
-#   32](08g_speed_and_memory.ipynb#A-size-is-not-a-multiple-of-16-or-8), but it is 88.
+# - `token.weight`, the weight of the head: its output size is 88, but these formats [need a multiple of 16 or
+#   32](08g_speed_and_memory.ipynb#A-size-is-not-a-multiple-of-16-or-8).
 #
 # The two *error* rows compare one step of the whole model with fp32. In this step, only the layers without a star are
 # rounded. To test learning, run `amp-lab rehearse` with `--steps 20`.

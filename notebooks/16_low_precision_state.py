@@ -259,8 +259,8 @@ for cured in ("bf16, stochastic", "bf16, Kahan", "bf16, masters"):
     assert lag < 0.1 * (min(at_the_end(losses["bf16, nearest"])) - of_fp32)
 
 # %% [markdown]
-# The figure shows, for each way in bf16, the loss minus the fp32 loss with the same seed. The bars show the range over
-# the seeds.
+# The figure shows how much larger the loss is in bf16 than in fp32 with the same seed. The vertical lines show the
+# range over the seeds.
 #
 # Here, with rounding to nearest, the network with bf16 weights learns far more slowly than in fp32. With the
 # three other ways it learns about as fast as in fp32.
@@ -289,9 +289,9 @@ assert square == 1
 # %% [markdown]
 # The second moment does not shrink. Adam divides by the root of the second moment, so the next updates are too small.
 #
-# Now we round both moments to eight or four bits, in blocks with an fp32 scale, as in
-# [torchao](https://github.com/pytorch/ao/blob/main/torchao/optim/adam.py). Our code stores the rounded values in fp32,
-# so it saves no memory. We compare three formats:
+# Now we round both moments to eight or four bits in blocks, as in
+# [torchao](https://github.com/pytorch/ao/blob/main/torchao/optim/adam.py). Our code only imitates these formats, so it
+# saves no memory. We compare three formats:
 # <!-- tests/formats/test_scaling.py -->
 #
 # - *INT8*: evenly spaced numbers from -127 to 127, for both moments;

@@ -106,10 +106,10 @@ result
 # - **The rotary embeddings**: bf16 queries and keys times fp32 cosines give fp32. The model casts the result back to
 #   bf16 with `.to(x.dtype)`.
 #
-# **Call `.float()` on the logits** before the loss, as `lm.loss_of` does. Otherwise, on CUDA in eager mode, PyTorch
-# [rounds the log-softmax to bf16](09_xray_your_model.ipynb#The-surprise-in-cross-entropy), and the loss is less accurate.
+# **Call `.float()` on the logits** before the loss, as `lm.loss_of` does. [Notebook
+# 09](09_xray_your_model.ipynb#The-surprise-in-cross-entropy) shows why.
 #
-# **With transformers, choose the dtype when you load a model**: `from_pretrained(…, dtype=…)`.
+# **With the transformers library, choose the dtype when you load a model**: `from_pretrained(…, dtype=…)`.
 #
 # | for | weights | why |
 # |---|---|---|
@@ -117,8 +117,8 @@ result
 # | [LoRA](#Fine-tune-with-LoRA) | bf16 for the base | training does not update the base |
 # | generation | bf16, without autocast | half the memory of fp32 |
 #
-# **Do not cast the whole model** with `model.to(torch.bfloat16)`. A Llama model also contains the *rates* of its
-# rotations (the angle per position). Cast to bf16, they give [wrong angles in long
+# **Do not cast the whole model** with `model.to(torch.bfloat16)`. In a Llama model, this also rounds the *rates* of
+# the rotations (the angle per position). The positions are then [wrong in long
 # texts](08b_learning.ipynb#Positions-or-counts-are-wrong-beyond-256). `from_pretrained` leaves the rates in fp32.
 # <!-- tests/notebooks/test_17_language_model.py -->
 #
@@ -316,9 +316,8 @@ assert unchanged[1e-3] > 0.5
 #
 # ## The same prompt, another text
 #
-# We let the model continue 32 prompts in fp32 and in bf16, always with the likeliest character. For each prompt, we
-# find the first character that differs, and print how close the two likeliest characters were in fp32. Before you run
-# this: will the texts in fp32 and bf16 agree? <!-- code -->
+# We let the model continue 32 prompts in fp32 and in bf16, always with the likeliest character. Before you run this:
+# will the texts in fp32 and bf16 agree? <!-- code -->
 
 # %% tags=["nbval-ignore-output"]
 rows = lm.draw(test_data, 32, torch.Generator().manual_seed(1))[0].to(device)
@@ -344,8 +343,9 @@ print(f"test loss: {in_fp32:.3f} in fp32, {in_bf16:.3f} in bf16")
 assert abs(in_bf16 - in_fp32) < 0.01
 
 # %% [markdown]
-# A text diverges at a *near tie*: the two largest logits are so close that rounding to bf16 changes their order. Here,
-# the test loss is nearly the same, so the model is not worse in bf16. Compare models by their loss, not by their texts.
+# A text diverges at a *near tie*: the two largest logits are so close that rounding to bf16 changes their order. The
+# first output shows the largest gap between them. Here, the test loss is nearly the same, so the model is not worse in
+# bf16. Compare models by their loss, not by their texts.
 #
 # Even in one precision, the same prompt can [give two
 # texts](https://thinkingmachines.ai/blog/defeating-nondeterminism-in-llm-inference/). With a different batch size or

@@ -227,7 +227,7 @@ assert list(compilations.values()) == [1, 2, 2, 3, 4, 5]
 # - Choose the batch sizes that you will serve, and pad each batch to one of these sizes. Make one call with each size
 #   before the first request.
 #
-# After these calls, `torch.compiler.set_stance("fail_on_recompile")` turns another compilation into an error.
+# Then call `torch.compiler.set_stance("fail_on_recompile")`. From then on, another compilation is an error.
 # <!-- tests/notebooks/test_18_inference_and_export.py -->
 #
 # ## Export
