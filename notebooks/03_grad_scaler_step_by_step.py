@@ -283,7 +283,7 @@ for _ in range(300):
     optimizer.zero_grad()
 
 # %% [markdown]
-# If the scale halved, the scaler skipped the step.
+# After a skipped step, the scale is half as large.
 
 # %%
 after_each = pairwise([*scales, scaler.get_scale()])

@@ -187,7 +187,8 @@ for precision in precisions:
 
 # %% [markdown]
 # The percentage in brackets is the difference from the FP32 loss. We trained only once in each precision, so a
-# difference of a few percent may come from chance. Here the backbone has random weights, so the accuracies mean little.
+# difference of a few percent may be due to chance. Here the backbone has random weights, so the accuracies mean
+# little.
 #
 # ## Count the memory of a step
 #

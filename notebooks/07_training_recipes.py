@@ -138,7 +138,8 @@ def gradient_norm(model):
 # %% [markdown]
 # ## Clip gradients
 #
-# Clipping reads gradients, so `unscale_` comes first. Afterwards, `step` does not divide the gradients again.
+# Clipping compares the norm of the gradients with a limit, so `unscale_` comes first. Afterwards, `step` does not
+# divide the gradients again.
 
 
 # %%

@@ -326,9 +326,9 @@ _ = figures.roofline(roofs, limits.memory_bytes_per_s, points)
 # %% [markdown]
 # AMP's point lies to the right of the FP32 point, because AMP moves fewer bytes for the same FLOPs.
 #
-# A point averages over all ops in a step. A large matmul alone would lie under the flat part. A ReLU alone
-# would lie under the slope, because it waits for its data. Ops such as ReLU are one reason why a step takes longer than
-# its limit.
+# A point averages over all ops in a step. A large matmul alone would lie under the flat part. The point of a ReLU
+# alone would lie under the slope, because moving its data takes longer than computing it. Ops such as ReLU are one
+# reason why a step takes longer than its limit.
 #
 # ## Where AMP loses
 #
@@ -440,7 +440,7 @@ exercises.check_layer_flops(layer_flops)
 #
 # ### 2. Compute the least time
 #
-# A step computes `flops` FLOPs and moves `nbytes` bytes. The device can compute and move data at the same time.
+# A step performs `flops` FLOPs and moves `nbytes` bytes. The device can compute and move data at the same time.
 # Complete the function: how many milliseconds does the step take at least?
 
 

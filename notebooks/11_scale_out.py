@@ -455,7 +455,7 @@ exercises.check_megabytes(megabytes)
 # megabytes = 700
 # ```
 #
-# The gradients take 4 bytes for each parameter, so 400 MB. For 8 ranks, 2(n-1)/n is 1.75.
+# The gradients take 4 bytes for each parameter, which is 400 MB. For 8 ranks, 2(n-1)/n is 1.75.
 #
 # </details>
 #

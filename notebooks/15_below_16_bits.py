@@ -429,8 +429,8 @@ assert (usual, fnuz, torch.finfo(torch.float8_e4m3fnuz).max) == (1.0, 0.5, 240)
 # %% [markdown]
 # ## Summary
 #
-# - Without outliers, the error depends mostly on the format of the elements. With an outlier, the values that share its
-#   scale can lose accuracy.
+# - Without outliers, the error depends mostly on the format of the elements. An outlier can make the values that share
+#   its scale less accurate.
 # - With outliers 100 times as large as other values, one scale for the tensor was enough in FP8. In four bits, most
 #   values in the blocks with an outlier became zero.
 # - Do not start a large run in a format that fails in a short test.
