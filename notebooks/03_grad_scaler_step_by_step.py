@@ -80,7 +80,7 @@ def show(stage, layer):
 
 
 # %% [markdown]
-# `check` asserts the values to four decimals. We show the layer before training.
+# `check` compares the parameters with the expected values, to four decimals. We show the layer before training.
 
 
 # %%

@@ -248,8 +248,8 @@ def two_steps(batch_size, dtype, device, *, image_size=224, freeze=True):
 # %% [markdown]
 # A real step at batch 512 would take gigabytes, so we use [*fake
 # tensors*](https://docs.pytorch.org/docs/stable/user_guide/torch_compiler/torch.compiler_fake_tensor.html).
-# Under `FakeTensorMode` a layer returns a tensor with the right shape and dtype, but PyTorch does not allocate memory
-# for its numbers or compute them.
+# Under `FakeTensorMode`, a layer returns a tensor with the right shape and dtype but without values, so it needs no
+# memory and no computation.
 
 
 # %%

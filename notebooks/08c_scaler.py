@@ -160,8 +160,8 @@ assert "unscale_() has already been called on this optimizer since the last upda
 
 # %% [markdown]
 # **Why.** `unscale_` divides the gradients in place, so call it at most once for each optimizer between two calls of
-# `scaler.update()`. Often the loop clips after every batch of an accumulation, or leaves out `update()` when it skips
-# a step.
+# `scaler.update()`. A usual cause is a loop that clips after every batch of an accumulation, or that leaves out
+# `update()` when it skips a step.
 # <!-- tests/notebooks/test_08c_scaler.py -->
 #
 # **The fix.** Call `unscale_` and clip only once, after the last batch of the accumulation. Call `scaler.update()` at

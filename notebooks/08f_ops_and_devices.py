@@ -394,8 +394,8 @@ if torch.cuda.is_available():
 # GPUs, the size must be a power of two. PyTorch has no 16-bit FFT kernels for a CPU. <!--
 # tests/notebooks/test_08f_ops_and_devices.py, tests/tracing/test_kernel_limits.py -->
 #
-# `torch.stft` calls the same kernels. On CUDA, `torch.fft.rfft` in fp16 returns the dtype `ComplexHalf`. PyTorch has
-# no CUDA matmul for this dtype. <!-- tests/tracing/test_kernel_limits.py -->
+# `torch.stft` uses the same FFT kernels. On CUDA, `torch.fft.rfft` in fp16 returns the dtype `ComplexHalf`. PyTorch
+# has no CUDA matmul for this dtype. <!-- tests/tracing/test_kernel_limits.py -->
 #
 # **The fix.** Run the transform inside `with torch.autocast(device_type, enabled=False):`, and call `.float()` on its
 # input. Keep the matmuls on the spectrum in this block too. Then cast the result to the dtype of the next layer.

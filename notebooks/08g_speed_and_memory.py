@@ -230,7 +230,7 @@ assert (plain.ops, amp.ops, amp.casts) == (5, 16, 11)
 # another part of the loop limits the speed, such as the data loader. If AMP is not faster, try larger batches and the
 # dtype that `amp-lab doctor` recommends. For inference, cast the weights once. <!-- tests/cli/test_cli.py -->
 #
-# **Not this.** Do not call `model.half()` before training to avoid the casts: fp16 weights lose small updates.
+# **Not this.** Do not avoid the casts by a call of `model.half()` before training: fp16 weights lose small updates.
 
 # %%
 frozen = nn.Linear(16, 16).requires_grad_(False)

@@ -337,8 +337,8 @@ _ = figures.roofline(roofs, limits.memory_bytes_per_s, points)
 # - **No matmuls.** Autocast runs only [some
 #   ops](https://docs.pytorch.org/docs/stable/amp.html#autocast-op-reference) in the low precision, mainly
 #   matmuls and convolutions. A model without these ops gains nothing.
-# - **Many small ops.** The fp32 weights and inputs of a matmul need casts. For a small matmul, these casts can
-#   take longer than AMP saves.
+# - **Many small ops.** The fp32 weights and inputs of a matmul need casts. For a small matmul, these casts can cost
+#   more time than the faster matmul saves.
 # - **A precision that the device emulates**, such as fp16 on [some CPUs](../docs/hardware.md).
 #
 # We measure the second case with fifty layers of 32 x 32:
