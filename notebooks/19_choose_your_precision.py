@@ -45,10 +45,7 @@ print(f"{report.name}: start with {report.recommended}")
 for precision, found in report.values.items():
     if found is not None:
         kept = "are kept" if found.subnormals else "become 0"
-        print(
-            f"{precision}: inputs keep {found.input_bits} bits, subnormals {kept}, "
-            f"sums are up to {found.error:.1f} ulp off"
-        )
+        print(f"{precision}: inputs keep {found.input_bits} bits, subnormals {kept}")
 assert report.values["bf16"].input_bits == 8
 
 # %% [markdown]
@@ -56,8 +53,6 @@ assert report.values["bf16"].input_bits == 8
 #
 # - **bits**: how many significant bits of an input the matmul uses.
 # - **subnormals**: numbers below the format's normal range. Some devices round them to 0.
-# - **sums**: the largest error that we found in a sum of products, in *ulp*. One ulp is the distance from the result to
-#   the next number of its dtype. One ulp of bf16 is as large as 65,536 ulps of fp32.
 #
 # To see the measured speeds, run `amp-lab doctor`.
 # <!-- tests/core/test_device.py --> <!-- tests/cli/test_cli.py -->
@@ -121,15 +116,14 @@ print("T4, a model trained in bf16:", choose(turing, "infer", trained_in="bf16")
 # ## Known problems of each device
 #
 # - **GTX 16.** fp16 [can give NaN](https://github.com/pytorch/pytorch/issues/58123). Use fp32.
-# - **V100, P100 and GTX 10.** [Install PyTorch 2.14 for CUDA
-#   12.6](../docs/hardware.md#install-another-build-of-torch). [PyTorch 2.15 is not
-#   built](https://github.com/pytorch/pytorch/issues/190385) for these GPUs.
+# - **V100, P100 and GTX 10.** PyTorch 2.15 [is not built](https://github.com/pytorch/pytorch/issues/190385) for these
+#   GPUs. [Install PyTorch 2.14 for CUDA 12.6](../docs/hardware.md#install-another-build-of-torch).
 # - **V100, T4 and RTX 20.** Use fp16. These GPUs [emulate bf16](../docs/hardware.md#t4-v100-and-rtx-20), so bf16 can be
 #   slower than fp32.
 # - **MI210 and MI250.** Use bf16. In fp16, matmuls on these GPUs [round subnormals to
 #   0](https://docs.pytorch.org/docs/stable/notes/numerical_accuracy.html).
-# - **Arc A.** Use bf16. `GradScaler`, which fp16 needs, uses float64, but Arc A [has no
-#   float64](https://github.com/pytorch/pytorch/issues/147731).
+# - **Arc A.** Use bf16. `GradScaler` needs float64, which these GPUs [do not
+#   have](https://github.com/pytorch/pytorch/issues/147731).
 #   <!-- tests/notebooks/test_19_choose_your_precision.py -->
 # - **Apple M1 to M4.** Use fp32. In [measurements](../docs/hardware.md#apple), fp16 was hardly faster.
 # - **CPUs.** Even with AMX, bf16 [can be slower than fp32](../docs/hardware.md#is-bf16-faster-on-this-cpu) for
@@ -143,25 +137,25 @@ print("T4, a model trained in bf16:", choose(turing, "infer", trained_in="bf16")
 # convolutions and for matmuls:
 #
 # - **Convolutions**: PyTorch's default allows TF32. `torch.backends.cudnn.allow_tf32 = False` turns TF32 off.
-# - **Matmuls**: PyTorch's default is fp32.
+# - **Matmuls**: PyTorch's default, `"highest"`, means fp32.
 #   [`torch.set_float32_matmul_precision`](https://docs.pytorch.org/docs/stable/generated/torch.set_float32_matmul_precision.html)
-#   allows a lower precision.
+#   allows a lower precision. On NVIDIA GPUs, `"high"` and `"medium"` both allow TF32. On a CPU, `"medium"` allows bf16.
+#   <!-- tests/notebooks/test_19_choose_your_precision.py -->
 #
-# The next cell tries `"highest"`, `"high"` and `"medium"`, and prints the precisions that PyTorch then allows. `ieee`
-# means fp32. The setting does not change the convolutions:
+# The next cell prints what each value allows for matmuls on NVIDIA GPUs. `ieee` means fp32:
 
 
 # %%
 def modes():
-    matmul, conv = torch.backends.cuda.matmul, torch.backends.cudnn.conv
-    return matmul.fp32_precision, conv.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision
+    backends = torch.backends
+    return backends.cuda.matmul.fp32_precision, backends.cudnn.conv.fp32_precision
 
 
 before = torch.get_float32_matmul_precision()
 for name in ("highest", "high", "medium"):
     torch.set_float32_matmul_precision(name)
-    print(f"{name:<8} CUDA matmuls {modes()[0]}, CUDA convolutions {modes()[1]}, CPU {modes()[2]}")
-    assert modes()[:2] == ("ieee" if name == "highest" else "tf32", "tf32")
+    print(f"{name:<8} {modes()[0]}")
+    assert modes() == ("ieee" if name == "highest" else "tf32", "tf32")
 torch.set_float32_matmul_precision(before)
 
 # %% [markdown]
@@ -179,28 +173,10 @@ torch.backends.cudnn.allow_tf32 = kept  # for the next cells; leave this line ou
 # %% [markdown]
 # ### Old and new settings
 #
-# `torch.set_float32_matmul_precision` and `allow_tf32` are old settings. `torch.backends.cuda.matmul.fp32_precision`
-# is a new setting. If you change only the new setting, other code that reads an old setting can get an error.
-# [Lightning](https://github.com/Lightning-AI/pytorch-lightning/issues/21256) is an example. The next cell shows the
-# error:
-
-# %%
-matmul = torch.backends.cuda.matmul
-kept, mixed = matmul.fp32_precision, False
-matmul.fp32_precision = "tf32"
-try:
-    torch.get_float32_matmul_precision()  # reads the old setting
-except RuntimeError as error:
-    print(str(error).partition(".")[0])
-    mixed = True
-matmul.fp32_precision = kept
-torch.set_float32_matmul_precision(before)
-assert mixed
-assert torch.get_float32_matmul_precision() == before
-
-# %% [markdown]
-# To avoid this error, use only the old settings: `torch.set_float32_matmul_precision` for matmuls and
-# `torch.backends.cudnn.allow_tf32` for convolutions.
+# `torch.set_float32_matmul_precision` and `allow_tf32` are old settings. Change only these. If you change a new setting,
+# such as `torch.backends.cuda.matmul.fp32_precision`, code that reads an old setting [can get an
+# error](08h_compile_and_processes.ipynb#TF32-is-set-in-the-old-and-in-the-new-way).
+# [Lightning](https://github.com/Lightning-AI/pytorch-lightning/issues/21256) is an example.
 # <!-- tests/notebooks/test_19_choose_your_precision.py -->
 #
 # ## Trained in bf16, on a GPU without it
@@ -233,11 +209,10 @@ assert not in_fp16.isfinite().all()
 #
 # If a value is too large, run the model in fp32, or use one of two remedies:
 #
-# - **Use fp32 for the layers that compute or receive large values**, and fp16 for all other layers. Cast the values to
-#   fp32 before these layers, and back to fp16 after them.
-# - **Make the values between two linear layers smaller** (exercise 4). Divide the weight and bias of the first layer
-#   by a power of two, and multiply the weight of the second layer by the same power. The second weight must still fit
-#   in fp16. With a ReLU between the layers, the outputs stay the same. With a GELU, they change. <!--
+# - **Leave the layers that compute or receive large values in fp32.** Cast around them:
+#   `y = these_layers(x.float()).half()`.
+# - **Scale the weights of two linear layers** as in [exercise 4](#4.-Make-it-fit) if a ReLU is between these layers.
+#   With a GELU, the outputs would change. The second weight must still fit in fp16. <!--
 #   tests/notebooks/test_19_choose_your_precision.py -->
 #
 # ## What other frameworks call it
@@ -246,82 +221,60 @@ assert not in_fp16.isfinite().all()
 #
 # - **Mixed**, such as `bf16-mixed`, usually means autocast.
 # - **True**, such as `bf16-true`, means that the weights are cast.
-# - **The dtype alone** can mean either. In transformers, `bf16` usually means mixed. In Keras, `bfloat16` means true.
+# - **Neither word**: `bf16` in transformers usually means mixed. `bfloat16` in Keras means true.
 #
-# To see what a setting does, we look at the dtypes in a training step, first without a framework. *State* is the
-# optimizer's state:
+# To see what a setting does, we look at the dtypes in a training step, first without a framework:
 
 
 # %%
-def tiny():
+def dtypes(cast):
+    """Return the dtypes in a training step, under autocast or with a model that is cast to bf16."""
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 4))
-
-
-def look(model, optimizer, step):
-    """Return the dtypes of weights, matmuls, gradients, state and outputs in a training step."""
-    seen = {}
-
-    def note(layer, given, output):
-        seen["matmuls"] = output.dtype
-
-    hook = model[0].register_forward_hook(note)
-    output, weight = step(), model[0].weight
-    hook.remove()
-    state = optimizer.state[weight]["exp_avg"]
-    found = weight.dtype, seen["matmuls"], weight.grad.dtype, state.dtype, output.dtype
-    return tuple(str(dtype).removeprefix("torch.") for dtype in found)
-
-
-batch = torch.randn(8, 16)
-
-
-# %%
-def plain(dtype=None):
-    """Train without a framework: under autocast, or with the model cast to `dtype`."""
-    model = tiny() if dtype is None else tiny().to(dtype)
+    model = nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 4))
+    batch, seen = torch.randn(8, 16), []
+    if cast:
+        model, batch = model.bfloat16(), batch.bfloat16()
     optimizer = torch.optim.AdamW(model.parameters())
+    model[0].register_forward_hook(lambda layer, given, output: seen.append(output.dtype))
+    with torch.autocast("cpu", torch.bfloat16, enabled=not cast):
+        output = model(batch)
+    output.float().square().mean().backward()
+    optimizer.step()
+    weight = model[0].weight
+    assert weight.grad.dtype == optimizer.state[weight]["exp_avg"].dtype == weight.dtype
+    return weight.dtype, seen[0], output.dtype
 
-    def step():
-        with torch.autocast("cpu", torch.bfloat16, enabled=dtype is None):
-            output = model(batch if dtype is None else batch.to(dtype))
-        output.float().square().mean().backward()
-        optimizer.step()
-        return output
 
-    return look(model, optimizer, step)
-
-
-rows = {"autocast": plain(), "model.to(bfloat16)": plain(torch.bfloat16)}
-rows |= {"model.to(float16)": plain(torch.float16)}
-print(f"{'':<20} weights    matmuls    gradients  state      outputs")
+rows = {"autocast": dtypes(cast=False), "model.to(bfloat16)": dtypes(cast=True)}
+print(f"{'':<20} weights    matmuls    outputs")
 for name, row in rows.items():
-    print(f"{name:<20}", *(f"{dtype:<10}" for dtype in row))
-assert rows["autocast"] == ("float32", "bfloat16", "float32", "float32", "bfloat16")
-assert set(rows["model.to(bfloat16)"]) == {"bfloat16"}
+    print(f"{name:<20}", *(f"{str(dtype).removeprefix('torch.'):<10}" for dtype in row))
+assert rows["autocast"] == (torch.float32, torch.bfloat16, torch.bfloat16)
+assert set(rows["model.to(bfloat16)"]) == {torch.bfloat16}
 
 # %% [markdown]
 # A cast model has no fp32 weights, so rounding can remove small updates ([notebook 16](16_low_precision_state.ipynb)).
 #
-# We found the dtypes in other frameworks in the same way, on a CPU. *Fabric* is Lightning without its Trainer:
+# We found the dtypes in other frameworks in the same way, on a CPU. In each row, the gradients and the optimizer's
+# state have the dtype of the weights. *Fabric* is Lightning without its Trainer:
 # <!-- tests/notebooks/test_19_choose_your_precision.py -->
 #
-# | setting | weights | matmuls | gradients | state | outputs |
-# |---|---|---|---|---|---|
-# | `torch.autocast(…, torch.bfloat16)` | fp32 | bf16 | fp32 | fp32 | bf16 |
-# | `model.to(torch.bfloat16)` | bf16 | bf16 | bf16 | bf16 | bf16 |
-# | accelerate `mixed_precision="bf16"` | fp32 | bf16 | fp32 | fp32 | fp32 |
-# | Fabric `precision="bf16-mixed"` | fp32 | bf16 | fp32 | fp32 | fp32 |
-# | Fabric `precision="bf16-true"` | bf16 | bf16 | bf16 | bf16 | fp32 |
-# | Lightning `precision="bf16-mixed"` | fp32 | bf16 | fp32 | fp32 | bf16 |
-# | Lightning `precision="bf16-true"` | bf16 | bf16 | bf16 | bf16 | bf16 |
-# | transformers `bf16=True` | fp32 | bf16 | fp32 | fp32 | fp32 |
-# | transformers `bf16=True`, model loaded in bf16 | bf16 | bf16 | bf16 | bf16 | fp32 |
-# | Keras `mixed_bfloat16` | fp32 | bf16 | fp32 | fp32 | bf16 |
-# | Keras `bfloat16` | bf16 | bf16 | bf16 | bf16 | bf16 |
+# | setting | weights | matmuls | outputs |
+# |---|---|---|---|
+# | `torch.autocast(…, torch.bfloat16)` | fp32 | bf16 | bf16 |
+# | `model.to(torch.bfloat16)` | bf16 | bf16 | bf16 |
+# | accelerate `mixed_precision="bf16"` | fp32 | bf16 | fp32 |
+# | Fabric `precision="bf16-mixed"` | fp32 | bf16 | fp32 |
+# | Fabric `precision="bf16-true"` | bf16 | bf16 | fp32 |
+# | Lightning `precision="bf16-mixed"` | fp32 | bf16 | bf16 |
+# | Lightning `precision="bf16-true"` | bf16 | bf16 | bf16 |
+# | transformers `bf16=True` | fp32 | bf16 | fp32 |
+# | transformers `bf16=True`, model loaded in bf16 | bf16 | bf16 | fp32 |
+# | Keras `mixed_bfloat16` | fp32 | bf16 | bf16 |
+# | Keras `bfloat16` | bf16 | bf16 | bf16 |
 #
-# accelerate (which transformers uses) and Fabric wrap the model and cast its outputs to fp32. In Lightning's
-# `training_step`, the outputs stay in bf16.
+# accelerate (which transformers uses) and Fabric cast the model's outputs to fp32. For Lightning, the table shows the
+# outputs in `training_step`.
 #
 # In transformers 5, `from_pretrained` by default loads a model **in the dtype that its config names**. To fine-tune
 # with fp32 weights, pass `dtype=torch.float32`.

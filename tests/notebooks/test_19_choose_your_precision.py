@@ -26,14 +26,15 @@ def test_every_cell_of_the_table_is_what_a_hook_sees():
     done = subprocess.run([sys.executable, program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
-    heading = "# | setting | weights | matmuls | gradients | state | outputs |"
+    heading = "# | setting | weights | matmuls | outputs |"
     lines = SOURCE.read_text().partition(heading)[2].splitlines()[2:]
     rows = [line for line, _ in zip(lines, found, strict=False)]
     stated = {}
     for line in rows:
         name, *cells = (cell.strip() for cell in line.strip("# |").split(" | "))
         stated[re.sub("`", "", name)] = cells
-    assert stated == found
+    assert all(weights == gradients == state for weights, _, gradients, state, _ in found.values())
+    assert stated == {name: [row[0], row[1], row[4]] for name, row in found.items()}
 
 
 def test_a_power_of_two_can_be_moved_through_relu_and_not_through_gelu():
@@ -116,12 +117,17 @@ def test_an_old_name_is_refused_only_where_it_would_contradict_the_new_one():
 def test_the_old_settings_alone_can_always_be_read():
     backends, before = torch.backends, torch.backends.cudnn.allow_tf32
     try:
-        for name, is_tf32 in (("highest", False), ("high", True), ("medium", True)):
+        for name, is_tf32, cpu in (
+            ("highest", False, "ieee"),
+            ("high", True, "tf32"),
+            ("medium", True, "bf16"),
+        ):
             for convolutions in (True, False):
                 torch.set_float32_matmul_precision(name)
                 backends.cudnn.allow_tf32 = convolutions
                 assert torch.get_float32_matmul_precision() == name
                 assert backends.cuda.matmul.allow_tf32 == is_tf32
+                assert backends.mkldnn.matmul.fp32_precision == cpu
                 assert backends.cudnn.allow_tf32 == convolutions
     finally:
         torch.set_float32_matmul_precision("highest")
