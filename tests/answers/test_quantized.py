@@ -414,18 +414,6 @@ def test_8_bit_adam_of_torchao_and_its_state():
         group["lr"] = torch.tensor(1e-3)
     step(model, same)
 
-    saved = read(file)
-    expected = saved["state"][0]["exp_avg"].dequantize()
-    ordinary = torch.optim.AdamW(model.parameters())
-    names = {"saved": saved, "optimizer": ordinary}
-    exec(program("Can I switch between AdamW and 8-bit Adam when I resume?"), names)
-    assert torch.equal(ordinary.state[model[0].weight]["exp_avg"], expected.bfloat16())
-    step(model, ordinary)
-
-    same.load_state_dict(ordinary.state_dict())
-    with pytest.raises(RuntimeError, match="lr was changed to a non-Tensor"):
-        step(model, same)
-
 
 @pytest.mark.parametrize("kind", ["OptimState8bit", "OptimState4bit", "OptimStateFp8"])
 def test_adamw_cannot_step_with_the_state_of_torchao(kind):
