@@ -10,7 +10,7 @@
 # # Keep weights and optimizer state below 32 bits
 #
 # **What you'll do.** Count the bytes of a parameter. Train with weights in bf16 and see that small updates are lost.
-# Try three ways to keep these updates. Round Adam's state to eight and four bits.
+# Try three ways to keep these updates. Round Adam's second moment to eight and four bits.
 #
 # **What you'll learn.**
 # - how many bytes a parameter takes in each setup;
@@ -32,7 +32,6 @@ from torch.nn import functional as F
 from course import figures, start
 
 from amp_lab import forecast_memory
-from amp_lab.formats import ELEMENTS, Format, quantize
 
 device, scale = start()  # AMP_LAB_DEVICE and AMP_LAB_SCALE override the choice
 figures.use_style()
@@ -103,7 +102,7 @@ assert 6 < sum(held["bf16, 8-bit AdamW"].values()) < 6.1
 #
 # Adam stores two moments for each weight: the *mean* (a moving average of the gradients) and the *second moment* (a
 # moving average of their squares). We write our own Adam, so that we can change two things: how an update is added to
-# a weight, and how the moments are stored. In this section, both moments are in fp32.
+# a weight, and how the second moment is stored. In this section, the second moment is in fp32.
 
 
 # %%
@@ -112,11 +111,11 @@ def as_it_is(values):
 
 
 class Adam:
-    """Adam that calls `add(weight, update)`, and stores its moments through two functions."""
+    """Adam that calls `add(weight, update)`, and stores its second moment with `store`."""
 
-    def __init__(self, weights, lr, add, store_mean=as_it_is, store_square=as_it_is):
-        self.weights, self.lr, self.add = list(weights), lr, add
-        self.store_mean, self.store_square, self.steps = store_mean, store_square, 0
+    def __init__(self, weights, lr, add, store=as_it_is):
+        self.weights, self.lr, self.add, self.store = list(weights), lr, add, store
+        self.steps = 0
         self.means = [torch.zeros_like(w, dtype=torch.float32) for w in self.weights]
         self.squares = [torch.zeros_like(m) for m in self.means]
 
@@ -126,7 +125,7 @@ class Adam:
         for i, weight in enumerate(self.weights):
             grad = weight.grad.float()
             mean, square = self.means[i].lerp(grad, 0.1), self.squares[i].lerp(grad**2, 0.001)
-            self.means[i], self.squares[i] = self.store_mean(mean), self.store_square(square)
+            self.means[i], self.squares[i] = mean, self.store(square)
             mean, square = mean / (1 - 0.9**self.steps), square / (1 - 0.999**self.steps)
             self.add(weight, -self.lr * mean / (square.sqrt() + 1e-8))
 
@@ -142,9 +141,8 @@ class Adam:
 #   this error to the next update.
 # - **fp32 masters** are a copy of the weights in fp32. The optimizer updates this copy, then casts it to bf16.
 #
-# A bf16 number is the upper 16 bits of an fp32 number. The function `stochastic` adds random bits to the lower 16 bits,
-# and then sets the lower 16 to zero. If the addition carries a 1 into the upper bits, the result is the next bf16
-# number.
+# A bf16 number is the upper 16 bits of an fp32 number. `stochastic` adds a random part of the distance to the next bf16
+# number, and cuts off the lower 16 bits.
 # <!-- code -->
 
 
@@ -156,7 +154,7 @@ def nearest(weight, update):
 def stochastic(weight, update):
     bits = (weight.float() + update).view(torch.int32)
     noise = torch.randint_like(bits, 1 << 16)
-    weight.copy_(((bits + noise) & -(1 << 16)).view(torch.float32))  # the lower half is 0
+    weight.copy_(((bits + noise) & -(1 << 16)).view(torch.float32))  # the lower 16 bits are 0
 
 
 class Masters:
@@ -259,8 +257,7 @@ for cured in ("bf16, stochastic", "bf16, Kahan", "bf16, masters"):
     assert lag < 0.1 * (min(at_the_end(losses["bf16, nearest"])) - of_fp32)
 
 # %% [markdown]
-# The figure shows how much larger the loss is in bf16 than in fp32 with the same seed. The vertical lines show the
-# range over the seeds.
+# The figure shows the loss in bf16 minus the loss in fp32, and its range over the seeds.
 #
 # Here, with rounding to nearest, the network with bf16 weights learns far more slowly than in fp32. With the
 # three other ways it learns about as fast as in fp32.
@@ -289,53 +286,35 @@ assert square == 1
 # %% [markdown]
 # The second moment does not shrink. Adam divides by the root of the second moment, so the next updates are too small.
 #
-# Now we round both moments to eight or four bits in blocks, as in
-# [torchao](https://github.com/pytorch/ao/blob/main/torchao/optim/adam.py). Our code only imitates these formats, so it
-# saves no memory. We compare three formats:
-# <!-- tests/formats/test_scaling.py -->
-#
-# - *INT8*: evenly spaced numbers from -127 to 127, for both moments;
-# - *INT8, no zero*: INT8 for the mean; 256 evenly spaced numbers above zero for the second moment;
-# - *4 bits, no zero*: [E2M1](15_below_16_bits.ipynb) for the mean; 16 evenly spaced numbers above zero for the second
-#   moment.
+# Now we round the second moment to eight or four bits. The mean stays in fp32. As in
+# [torchao](https://github.com/pytorch/ao/blob/main/torchao/optim/adam.py), each block of values has its own scale.
+# Our code only rounds, so it saves no memory.
 
 
 # %%
-def in_blocks(form):
-    """A function that stores values in blocks; small tensors stay as they are, as in torchao."""
-
-    def store(values):
-        if values.numel() < 4096:
-            return values
-        return quantize(values.view(-1, form.block[1]), form).view_as(values)
-
-    return store
-
-
-def without_zero(bits):
-    """A function that stores squares as `bits`-bit numbers, evenly spaced, without a zero."""
+def in_blocks(smallest, largest):
+    """A function that rounds each square to a whole number times the scale of its block."""
 
     def store(squares):
-        if squares.numel() < 4096:
+        if squares.numel() < 4096:  # small tensors stay as they are, as in torchao
             return squares
-        blocks = squares.view(-1, 128 if bits == 4 else 256)
-        step = (blocks.amax(1, keepdim=True) / 2**bits).clamp(min=1e-30)  # for a block of zeros
-        return ((blocks / step).round().clamp(min=1) * step).view_as(squares)
+        blocks = squares.view(-1, 256)
+        scale = (blocks.amax(1, keepdim=True) / largest).clamp(min=1e-30)  # for a block of zeros
+        return ((blocks / scale).round().clamp(min=smallest) * scale).view_as(squares)
 
     return store
 
 
 # %% [markdown]
-# For each format, we name the functions that store the mean and the second moment:
+# We compare fp32 with three formats. Their whole numbers begin at 0 or at 1:
+# <!-- code -->
 
 # %%
-int8 = in_blocks(Format("int8 in blocks", ELEMENTS["int8"], (1, 256)))
-e2m1 = in_blocks(Format("e2m1 in blocks", ELEMENTS["e2m1"], (1, 128)))
-STATES = {
-    "fp32": (as_it_is, as_it_is),
-    "INT8": (int8, int8),
-    "INT8, no zero": (int8, without_zero(8)),
-    "4 bits, no zero": (e2m1, without_zero(4)),
+FORMATS = {
+    "fp32": as_it_is,
+    "8 bits, with 0": in_blocks(0, 127),  # as in INT8
+    "8 bits, no 0": in_blocks(1, 256),
+    "4 bits, no 0": in_blocks(1, 16),
 }
 
 # %% [markdown]
@@ -343,20 +322,19 @@ STATES = {
 
 # %% tags=["nbval-ignore-output"]
 learned = {}
-for name, (mean, square) in STATES.items():
-    adam = functools.partial(Adam, lr=1e-3, add=nearest, store_mean=mean, store_square=square)
+for name, store in FORMATS.items():
+    adam = functools.partial(Adam, lr=1e-3, add=nearest, store=store)
     learned[name] = [train(seed, adam, steps)[0] for seed in SEEDS]
     finite = sum(math.isfinite(run[-1]) for run in learned[name])
     ends = at_the_end(learned[name])
-    print(f"{name:<16} finite loss for {finite} of 3 seeds: {sum(ends) / 3:.4f} at the end")
-assert not any(end < 1 for end in at_the_end(learned["INT8"]))
-for name in ("INT8, no zero", "4 bits, no zero"):
+    print(f"{name:<14} finite loss for {finite} of 3 seeds: {sum(ends) / 3:.4f} at the end")
+assert not any(end < 1 for end in at_the_end(learned["8 bits, with 0"]))
+for name in ("8 bits, no 0", "4 bits, no 0"):
     assert max(at_the_end(learned[name])) < max(at_the_end(learned["fp32"])) + 0.05
 
 # %% [markdown]
-# Here, with INT8 the loss becomes NaN. With the other formats, the final loss is near the fp32 loss. Why does INT8
-# fail? The second moment is an average of squared gradients. We square one gradient, and count how many squares become
-# 0 in each 8-bit format:
+# Here, with 0 the loss becomes NaN. Without 0, the final loss is near the fp32 loss. Why? We square one gradient, and
+# count how many squares the first format stores as 0:
 
 # %% tags=["nbval-ignore-output"]
 torch.manual_seed(0)
@@ -364,15 +342,14 @@ model = network().to(device)
 loss = F.cross_entropy(model(images[:128]), labels[:128])
 (grad,) = torch.autograd.grad(loss, [model[2].weight])
 square = grad**2
-zeros = {}
-for name, store in (("INT8", int8), ("INT8, no zero", without_zero(8))):
-    zeros[name] = ((store(square) == 0) & (square > 0)).float().mean().item()
-    print(f"{name:<14} {zeros[name]:.1%} of the squares become 0")
-assert zeros["INT8"] > 0.1 > zeros["INT8, no zero"] == 0
+stored = FORMATS["8 bits, with 0"](square)
+zeros = ((stored == 0) & (square > 0)).float().mean().item()
+print(f"{zeros:.1%} of the squares become 0")
+assert zeros > 0.1
 
 # %% [markdown]
-# INT8 stores a large share of the squares as 0. Adam divides the mean by the root of the second moment. A stored 0
-# makes this root too small, so the update can become so large that the loss becomes NaN.
+# Adam divides the mean by the root of the second moment. A stored 0 makes this root too small, so the update can
+# become so large that the loss becomes NaN.
 #
 # [torchao's low-bit optimizers](https://github.com/pytorch/ao/tree/main/torchao/optim) store the state in eight or
 # four bits. If your weights are in bf16, turn on stochastic rounding:
@@ -390,7 +367,7 @@ assert zeros["INT8"] > 0.1 > zeros["INT8, no zero"] == 0
 # - With rounding to nearest, a bf16 weight does not change if the update is less than half of the
 #   distance to the next bf16 number.
 # - Stochastic rounding, Kahan summation and fp32 masters each fixed this problem here.
-# - For Adam's state, eight or even four bits were enough here if the format stored no square as zero.
+# - For Adam's second moment, eight or even four bits were enough here if the format stored no square as zero.
 #
 # ## Exercises
 #
