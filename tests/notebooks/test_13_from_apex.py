@@ -18,7 +18,7 @@ from course import apex_training, toy_apex
 import build_pairs
 
 SOURCE = build_pairs.FOLDER / "13_from_apex.py"
-SETTINGS = {"fp32", "SAME"}
+SETTINGS = {"fp16", "SAME"}
 CPU = torch.device("cpu")
 BATCHES = apex_training.small_batches("cpu")
 fp32, fp16 = torch.float32, torch.float16
@@ -200,11 +200,21 @@ def test_patched_functions_cast_floats_alone():
     assert nn.functional.linear(x, x).dtype is fp32
 
 
-@pytest.mark.parametrize(("use_masters", "level"), [(False, "O1"), (True, "O2")])
-def test_a_checkpoint_of_apex_goes_on_exactly(cells, tmp_path, use_masters, level):
+def load_masters(path):
+    """Put the master weights of a checkpoint in the place of its weights."""
+    file = torch.load(path, weights_only=True)
+    names = [f"module.{name}" for name, _ in new_model().named_parameters()]
+    file["model"].update(zip(names, file["master params"], strict=True))
+    torch.save(file, path)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_checkpoint_of_apex_goes_on_exactly(cells, tmp_path, level):
     cells["PATH"] = tmp_path / "apex.pt"
     whole = train_and_save(level, cells["PATH"])
-    resumed = cells["resume"](use_masters)
+    if level == "O2":
+        load_masters(cells["PATH"])
+    resumed = cells["resume"]()
     assert resumed.losses == whole.losses
     assert resumed.scale == whole.scale
     for part in ("optimizer", "amp"):  # each is needed
@@ -213,7 +223,7 @@ def test_a_checkpoint_of_apex_goes_on_exactly(cells, tmp_path, use_masters, leve
         scaler = {"loss_scaler0": {"loss_scale": 2.0**16, "unskipped": 0}}
         torch.save(file | {part: fresh if part == "optimizer" else scaler}, tmp_path / part)
         cells["PATH"] = tmp_path / part
-        assert apex_training.distance(cells["resume"](use_masters).losses, whole.losses) > 0.1
+        assert apex_training.distance(cells["resume"]().losses, whole.losses) > 0.1
         cells["PATH"] = tmp_path / "apex.pt"
 
 
