@@ -175,7 +175,8 @@ assert runs["autocast"].losses != runs["O2"].losses
 
 # %% [markdown]
 # The losses are close, but not equal, because Apex [copied the master weights from fp16
-# weights](https://github.com/NVIDIA/apex/blob/e13873debc4699d39c6861074b9a3b2a02327f92/apex/amp/_initialize.py).
+# weights](https://github.com/NVIDIA/apex/blob/e13873debc4699d39c6861074b9a3b2a02327f92/apex/amp/_initialize.py),
+# which are rounded.
 #
 # ### O3: everything in fp16
 #
@@ -254,7 +255,7 @@ torch.testing.assert_close(ours, theirs, rtol=SAME, atol=SAME)
 # |---|---|
 # | `delay_unscale=True`, to accumulate | `scale(loss).backward()` for each micro-batch, then `step` and `update` once |
 # | `num_losses=2`, `loss_id=1` | one scaler for all losses, as in [exercise 4](#4.-Two-losses,-two-optimizers) |
-# | `min_loss_scale`, `max_loss_scale` | set the scale to the limit, as in [exercise 3](#3.-Keep-the-scale-within-limits) |
+# | `min_loss_scale`, `max_loss_scale` | check the scale after each `update()`, as in [exercise 3](#3.-Keep-the-scale-within-limits) |
 # | `keep_batchnorm_fp32` | not needed | <!-- tests/notebooks/test_13_from_apex.py -->
 #
 # ## From torch.cuda.amp to torch.amp
@@ -352,8 +353,8 @@ else:
 # - At O2, the fp32 master weights are missing. The file contains the fp16 weights, [cast to
 #   fp32](https://github.com/NVIDIA/apex/blob/e13873debc4699d39c6861074b9a3b2a02327f92/apex/amp/_initialize.py).
 #
-# Our reference run trains for eight steps, writes a checkpoint, and trains for eight more steps. The resumed run has
-# to reproduce the last eight steps.
+# Our reference run trains for eight steps, writes a checkpoint, and trains for eight more steps. A resumed run
+# should reproduce the last eight steps.
 # <!-- tests/notebooks/test_13_from_apex.py -->
 
 # %%
