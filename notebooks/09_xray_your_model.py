@@ -35,7 +35,6 @@ from course import figures, start
 from course.gpt import SIZES, Gpt
 
 from amp_lab import xray
-from amp_lab.cli import main as amp_lab_command
 from amp_lab.core.backends import BACKENDS
 from amp_lab.tracing import compare_memory
 
@@ -62,11 +61,9 @@ assert [row.dtype for row in result.rows] == [torch.float16, torch.float32, torc
 #
 # A tracer like `xray` uses two ideas.
 #
-# **See each op.** PyTorch's
-# [dispatcher](https://docs.pytorch.org/devlogs/dispatcher/2026-04-16-how-does-the-dispatcher-work/) sends an op first
-# to autocast, and then to a kernel. While a `TorchDispatchMode` is active, PyTorch calls the mode's
-# `__torch_dispatch__` in place of each kernel. A cast of autocast also runs as an op, with the name `_to_copy`.
-# <!-- tests/notebooks/test_09_xray_your_model.py -->
+# **See each op.** While a `TorchDispatchMode` is active, PyTorch calls its `__torch_dispatch__` for each op, [after
+# autocast](https://docs.pytorch.org/devlogs/dispatcher/2026-04-16-how-does-the-dispatcher-work/) has cast the inputs.
+# Each cast is an op too, named `_to_copy`. <!-- tests/notebooks/test_09_xray_your_model.py -->
 
 # %%
 SHORT = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
@@ -87,7 +84,7 @@ class Tracer(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        if func.namespace == "aten":  # other ops only ask for a device
+        if func.namespace == "aten":  # leaves out `prim.device`, which computes nothing
             name = func.overloadpacket.__name__
             self.rows.append((name, dtypes_of(args), dtypes_of(result)[:1]))
         return result
@@ -164,10 +161,10 @@ assert tracer.rows == trace_on("cpu", net, images.shape)
 # %% [markdown]
 # ## The tool
 #
-# The complete tool, `amp_lab.xray`, prints a table: <!-- tests/tracing/test_xray.py -->
+# The complete tool, `amp_lab.xray`, prints a table. Here the batch is 32: <!-- tests/tracing/test_xray.py -->
 
 # %%
-xray(net, images, device_type="cuda")
+xray(net, torch.empty(32, 3, 8, 8), device_type="cuda")
 
 # %% [markdown]
 # The table has a line for each module that computes: <!-- tests/tracing/test_xray_result.py -->
@@ -219,10 +216,9 @@ found = {
     for name, (model, inputs) in zoo.items()
     for backend in ("cuda", "mps", "cpu")
 }
-print(f"{'':<12}{'backend':<9}{'ops':>5}{'casts':>8}{'work in low precision':>25}")
+print(f"{'':<12}{'backend':<9}{'casts':>6}{'work in low precision':>25}")
 for (name, backend), result in found.items():
-    counts = f"{len(result.rows):>5}{len(result.casts):>8}{result.low_share:>25.0%}"
-    print(f"{name:<12}{backend:<9}{counts}")
+    print(f"{name:<12}{backend:<9}{len(result.casts):>6}{result.low_share:>25.0%}")
 shares = {key: result.low_share for key, result in found.items()}
 assert {key for key, share in shares.items() if share < 0.99} == {("LSTM", "mps")}
 
@@ -267,11 +263,9 @@ assert casts["ResNet-50", "mps"] > 2 * casts["ResNet-50", "cuda"]
 # %% [markdown]
 # ## The surprise in cross-entropy
 #
-# By default, `F.cross_entropy` with classes as targets calls [`log_softmax`, and then
-# `nll_loss`](https://docs.pytorch.org/docs/stable/generated/torch.nn.CrossEntropyLoss.html). Both are on [CUDA's
-# list](https://docs.pytorch.org/docs/stable/amp.html#autocast-op-reference) of ops that run in fp32. Yet in the
-# figure, `_log_softmax` is fp16 on CUDA. We trace `F.cross_entropy` on fp16 logits, without and with `.float()` on the
-# logits:
+# `log_softmax` is on [CUDA's list](https://docs.pytorch.org/docs/stable/amp.html#autocast-op-reference) of ops that
+# run in fp32. Yet in the figure, `_log_softmax` is fp16 on CUDA. `F.cross_entropy` called it there. We trace
+# `F.cross_entropy` on fp16 logits, without and with `.float()` on the logits:
 
 
 # %%
@@ -295,24 +289,26 @@ def log_softmax_dtype(backend, loss_fn):
     return *next(after for op, _, after in tracer.rows if op == "_log_softmax"), SHORT[loss.dtype]
 
 
-print("log_softmax -> loss")
+print("log_softmax in")
 for backend in BACKENDS:
-    usual, in_fp32 = (log_softmax_dtype(backend, form) for form in (plain, on_floats))
-    print(f"{backend:<6}{' -> '.join(usual)}, with .float() {' -> '.join(in_fp32)}")
-    assert usual == (("fp32" if backend == "cpu" else "fp16"), "fp32")
-    assert in_fp32 == ("fp32", "fp32")
+    usual, loss = log_softmax_dtype(backend, plain)
+    in_fp32, _ = log_softmax_dtype(backend, on_floats)
+    print(f"{backend:<6}{usual}, with .float() {in_fp32}")
+    assert usual == ("fp32" if backend == "cpu" else "fp16")
+    assert in_fp32 == loss == "fp32"
 
 # %% [markdown]
-# Without `.float()`, this happens on CUDA in eager mode:
+# In eager mode, `F.cross_entropy(logits, target)` [computes
+# this](https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/native/LossNLL.cpp) for fp16 logits and class
+# indices:
 #
-# 1. `F.cross_entropy` calls `log_softmax` [with `dtype=` set to the dtype of the
-#    logits](https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/native/LossNLL.cpp), here fp16.
-# 2. This `dtype=` [overrides](https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/autocast_mode.h) autocast's
-#    rule for `log_softmax`, so the result is rounded to fp16.
-# 3. Autocast casts the rounded values to fp32 for `nll_loss`. So the loss is fp32, but was computed from rounded
-#    values.
+# ```python
+# F.nll_loss(F.log_softmax(logits, dim=1, dtype=torch.float16), target)
+# ```
 #
-# To avoid the rounding, call **`.float()` on the logits.**
+# On CUDA, this `dtype=` [overrides](https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/autocast_mode.h)
+# autocast's rule for `log_softmax`. The loss is fp32, but it was computed from values that were rounded to fp16. To
+# avoid the rounding, call **`.float()` on the logits.**
 #
 # ## Will it fit?
 #
@@ -321,7 +317,7 @@ for backend in BACKENDS:
 #
 # - the weights, the gradients and the optimizer state;
 # - the activations saved for the backward pass;
-# - autocast's copies of the weights.
+# - autocast's 16-bit copies of the weights (`cast_cache` in the table below).
 #
 # We forecast the memory for a ResNet-50 with a batch of 32 on a GPU with 24 GiB. Which of these parts does AMP
 # make smaller?
@@ -329,16 +325,19 @@ for backend in BACKENDS:
 # %%
 resnet50 = zoo["ResNet-50"][0]
 memory = compare_memory(resnet50, (32, 3, 224, 224), memory_bytes="24GiB", optimizer="sgd-momentum")
-memory
+fp32, fp16 = memory["fp32"], memory["fp16"]
+print(f"{'in MiB':<14}{'fp32':>6}{'fp16':>6}")
+for part in ("weights", "gradients", "optimizer", "activations", "cast_cache"):
+    print(f"{part:<14}{getattr(fp32, part) / 2**20:>6.0f}{getattr(fp16, part) / 2**20:>6.0f}")
+print(f"{'largest batch':<14}{memory.largest['fp32']:>6}{memory.largest['fp16']:>6}")
 
 # %% [markdown]
-# Here, AMP makes the activations about half as large. Weights, gradients and optimizer state keep their size. AMP adds
-# copies of the weights (*weights cast by autocast*). In total, the largest batch that fits almost doubles.
+# The batch of 32 fits, because it is smaller than the largest batch. AMP makes the activations about half as large, so
+# the largest batch almost doubles. Weights, gradients and optimizer state keep their size.
 
 # %%
-fp32, fp16 = memory["fp32"], memory["fp16"]
-for kind in ("weights", "gradients", "optimizer"):
-    assert getattr(fp16, kind) == getattr(fp32, kind)
+for part in ("weights", "gradients", "optimizer"):
+    assert getattr(fp16, part) == getattr(fp32, part)
 assert fp32.cast_cache == 0 < fp16.cast_cache
 assert 0.5 < fp16.activations / fp32.activations < 0.55
 assert fp32.activations > 0.8 * fp32.peak
@@ -359,22 +358,16 @@ print(*mine.advice, sep="\n")
 assert mine.raised is None  # autocast made no op fail
 
 # %% [markdown]
-# In a terminal, run `pdm run amp-lab xray PACKAGE.MODULE:CALLABLE --input 8,3,224,224 --device cuda`, where `CALLABLE`
-# returns the model. `amp-lab memory` forecasts the memory. Here we call `amp-lab memory` from Python:
-# <!-- tests/cli/test_tracing_commands.py -->
-
-# %%
-command = "memory torchvision.models:mobilenet_v3_small --input 1,3,224,224 --memory 8GiB"
-assert amp_lab_command(command.split()) == 0
-
-# %% [markdown]
+# In a terminal, use [`amp-lab xray`](../docs/your_model.md#what-would-autocast-do-to-my-model) and [`amp-lab
+# memory`](../docs/your_model.md#does-training-fit-into-memory). <!-- tests/cli/test_tracing_commands.py -->
+#
 # ## Summary
 #
 # - Autocast's decisions do not depend on values. So fake tensors show these decisions for a device that you do not
 #   have.
 # - Under autocast on MPS, `batch_norm` and an LSTM layer with an fp32 input run in fp32.
-# - Under autocast on CUDA, XPU and MPS, `F.cross_entropy` rounds the `log_softmax` of fp16 logits to fp16 (class
-#   indices, eager mode). Pass `logits.float()`.
+# - Under autocast on CUDA, XPU and MPS, `F.cross_entropy` of fp16 logits can round values to fp16. Pass
+#   `logits.float()`.
 # - In our forecast, AMP makes the activations smaller. Weights, gradients and optimizer state keep their size.
 #
 # Next, [notebook 10](10_speed_ladder.ipynb) makes a step faster.
@@ -493,8 +486,8 @@ exercises.check_gigabytes(gigabytes)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# In the memory tables, weights, gradients and optimizer state take the same memory in fp32 and bf16. How many
-# numbers for each parameter does SGD with momentum store?
+# AMP does not change the size of weights, gradients and optimizer state. How many numbers for each parameter does
+# SGD with momentum store?
 #
 # </details>
 #
