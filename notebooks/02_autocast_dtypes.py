@@ -57,9 +57,9 @@ assert defaults == [torch.bfloat16] + [torch.float16] * 3
 # faster](https://docs.pytorch.org/docs/stable/amp.html) in 16 bits. Autocast does not change an addition.
 # `torch.outer` computes the same matrix as the matmul, but in fp32: the dtype depends on which *op* is called.
 #
-# Autocast passes 16-bit *copies* of the inputs to the op, so `x` is still fp32. **The parameters of a model stay fp32
-# in the same way.** Do not call `.half()` or `.bfloat16()` on a model that you train under autocast: you would lose
-# its fp32 weights, which [small updates need](01_number_formats.ipynb#Swamping).
+# Autocast passes 16-bit *copies* of the inputs to the matmul, so `x` is still fp32. **The parameters of a model stay
+# fp32 in the same way.** Do not call `.half()` or `.bfloat16()` on a model that you train under autocast: you would
+# lose its fp32 weights, which [small updates need](01_number_formats.ipynb#Swamping).
 #
 # ## Four things that can happen to an op
 #

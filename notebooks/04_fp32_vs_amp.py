@@ -151,7 +151,7 @@ with Precision.FP32.float32_mode("cpu"):
 
 # %% [markdown]
 # `describe_device` times a matmul in each precision. We will compare FP32 with each precision that is clearly faster.
-# If FP32 is the fastest, we will compare it with bf16.
+# If no precision is, we will compare FP32 with bf16.
 # <!-- tests/core/test_device.py -->
 
 # %% tags=["nbval-ignore-output"]
@@ -233,8 +233,8 @@ for picture in pictures.values():
 # 3. If other programs disturb too many rounds, `compare` marks the result as *not reliable*.
 # <!-- tests/core/test_timing.py -->
 #
-# `is_possible` finds a time that is too short to be true. A step cannot run much faster, in operations per second,
-# than the matmul that `describe_device` timed.
+# `is_possible` finds a time that is too short to be true. A step cannot do many more floating-point operations (FLOP)
+# per second than the matmul that `describe_device` timed.
 # <!-- tests/notebooks/test_04_fp32_vs_amp.py -->
 #
 # Before you run this: how much faster do you expect the step to be in 16 bits?

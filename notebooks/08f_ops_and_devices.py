@@ -265,8 +265,9 @@ print(warnings_of(lambda: torch.autocast("mps", dtype=torch.float32)))
 # **The fix.** Pass `tensor.device.type`, not `tensor.device`. On an AMD GPU the type is
 # [`"cuda"`](https://docs.pytorch.org/docs/stable/notes/hip.html), not `"hip"`. If autocast refuses fp16 or bf16 on a
 # CPU or on MPS, update torch. To run a block in fp32, write `enabled=False` instead of `dtype=torch.float32`, and call
-# `.float()` on its inputs. If the message contains `has not registered a module`, import or update the package of the
-# backend. <!-- tests/notebooks/test_08f_ops_and_devices.py -->
+# `.float()` on its inputs. To find out whether a device type has autocast, call
+# `torch.amp.is_autocast_available(device_type)`. If the message contains `has not registered a module`, import or
+# update the package of the backend. <!-- tests/notebooks/test_08f_ops_and_devices.py -->
 
 
 # %%

@@ -298,7 +298,7 @@ for backend in BACKENDS:
     assert in_fp32 == loss == "fp32"
 
 # %% [markdown]
-# In eager mode, `F.cross_entropy(logits, target)` [computes
+# On CUDA in eager mode, `F.cross_entropy(logits, target)` [computes
 # this](https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/native/LossNLL.cpp) for fp16 logits and class
 # indices:
 #

@@ -302,7 +302,7 @@ for n in counts[1:]:
 #
 # The *global batch* is the batch of all ranks together. **If you keep its size, you can keep the learning rate**: the
 # average of the ranks' gradients is the gradient of the global batch. The loss must be a mean over samples, and all
-# ranks must have equally many samples. Use no batch norm, or
+# ranks must have equally many samples. Replace batch norm with
 # [`nn.SyncBatchNorm`](https://docs.pytorch.org/docs/stable/generated/torch.nn.SyncBatchNorm.html), because plain batch
 # norm sees only the batch of its rank.
 # <!-- tests/notebooks/test_11_scale_out.py -->
@@ -393,7 +393,8 @@ assert decided[0]["DDP", "gradient"][1] == []
 # - **DDP:** if one rank's gradients have inf or NaN, the average has inf or NaN on all ranks.
 # - **FSDP2:** `unscale_` combines the overflow flags of all ranks, so all scalers make the same decision.
 #
-# So `GradScaler` is enough. To make the ranks disagree, our test had to write an infinity into one rank's gradient.
+# So `GradScaler` is enough for DDP and FSDP2. The ranks disagree only in one case: with DDP, if we write an infinity
+# into rank 1's gradient after the average.
 #
 # If you average gradients yourself, **average them before `unscale_`**. If `unscale_` runs before the average, only the
 # rank with the overflow skips its step. <!-- tests/notebooks/test_exercises.py -->

@@ -355,7 +355,8 @@ for kind, rate in ((keras.optimizers.SGD, 1.0), (keras.optimizers.Adam, 0.1)):
 
 # %% [markdown]
 # Without `scale_loss`, the weight moves 2¹⁵ times too little with SGD. With Adam, it moves nearly as far as it should,
-# because Adam divides the gradient by an average of its magnitude.
+# because Adam divides the gradient by an average of its magnitude. With a much smaller gradient, the weight hardly
+# moves.
 # <!-- tests/notebooks/test_12_keras.py -->
 #
 # ## The names of TensorFlow 2.x (optional)

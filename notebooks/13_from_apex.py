@@ -175,7 +175,7 @@ assert runs["autocast"].losses != runs["O2"].losses
 
 # %% [markdown]
 # The losses are close, but not equal, because Apex [copied the master weights from fp16
-# weights](https://github.com/NVIDIA/apex/blob/e13873debc4699d39c6861074b9a3b2a02327f92/apex/amp/_initialize.py),
+# weights](https://github.com/NVIDIA/apex/blob/e13873debc4699d39c6861074b9a3b2a02327f92/apex/amp/_process_optimizer.py),
 # which are rounded.
 #
 # ### O3: everything in fp16
@@ -409,7 +409,7 @@ def resume():
 check_close(resume(), whole, SAME)
 
 # %% [markdown]
-# At O2, the checkpoint has only rounded weights. How close will the resumed run be to the reference run?
+# At O2, we resume from the rounded weights. How close will the resumed run be to the reference run?
 
 # %%
 whole = train_and_save("O2", batches, new_model(device), PATH, INTERVAL)

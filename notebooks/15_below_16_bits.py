@@ -125,9 +125,8 @@ _ = figures.sqnr_by_format(errors)
 # Without outliers, the SQNR is about 32 dB in formats with E4M3 elements (an error of 3 %), and 19 to 20 dB in formats
 # with E2M1 elements (about 10 %).
 #
-# With the outlier channel, many values that share a scale with an outlier become zero. So `fp8`, where all values
-# share one scale, loses more accuracy than `mxfp8`, where 32 values share one.
-# <!-- tests/formats/test_scaling.py -->
+# With the outlier channel, the values that share a scale with an outlier lose accuracy, and some become zero. So
+# `fp8`, where all values share one scale, loses more accuracy than `mxfp8`, where 32 values share one.
 #
 # We print the bits per value, with the scales of the blocks:
 
@@ -274,7 +273,7 @@ _ = figures.loss_from_fp32(losses)
 # line is the mean over three seeds.
 #
 # In `fp8` and `mxfp8`, the model learns as well as in fp32. In the four-bit formats, the loss is slightly higher.
-# Without a scale, the loss is much higher:
+# Without a scale, the loss is much higher, as the next cell asserts:
 
 # %%
 between_seeds = max(last["fp32"]) - min(last["fp32"])
@@ -316,8 +315,9 @@ assert all(found.verdict == "accurate enough in one step" for found in report.fo
 report
 
 # %% [markdown]
-# A star marks a layer that you should leave in 16 bits. The list under *Look at* gives the reasons: the outlier
-# and, for the head (`token.weight`), its [output size](08g_speed_and_memory.ipynb#A-size-is-not-a-multiple-of-16-or-8).
+# A star marks a layer that you should leave in 16 bits. The list under *Look at* gives the reasons: values that become
+# 0, an outlier or, for the head (`token.weight`), its [output
+# size](08g_speed_and_memory.ipynb#A-size-is-not-a-multiple-of-16-or-8).
 # <!-- tests/formats/test_rehearsal.py -->
 #
 # The two *error* rows compare one step of the whole model with fp32. In this step, only the layers without a star are
@@ -511,7 +511,8 @@ exercises.check_block_scales(block_scales)
 # ### 4. Read a report
 #
 # Complete `left_out`. `report` is a result of `rehearse`, and `form` is the name of a format, such as `"mxfp8"`. The
-# function returns the names of the layers that should stay in 16 bits in this format, in the order of `report.layers`.
+# function returns a list with the names of the layers that should stay in 16 bits in this format. Keep the order of
+# `report.layers`.
 
 
 # %%

@@ -141,8 +141,8 @@ class Adam:
 #   this error to the next update.
 # - **fp32 masters** are a copy of the weights in fp32. The optimizer updates this copy, then casts it to bf16.
 #
-# A bf16 number is the upper 16 bits of an fp32 number. `stochastic` adds a random part of the distance to the next bf16
-# number, and cuts off the lower 16 bits.
+# A bf16 number is the upper 16 bits of an fp32 number. `stochastic` adds a random part of the distance between two
+# bf16 numbers, and cuts off the lower 16 bits.
 # <!-- code -->
 
 
@@ -334,7 +334,7 @@ for name in ("8 bits, no 0", "4 bits, no 0"):
 
 # %% [markdown]
 # Here, with 0 the loss becomes NaN. Without 0, the final loss is near the fp32 loss. Why? We square one gradient, and
-# count how many squares the first format stores as 0:
+# count how many squares the format with 0 stores as 0:
 
 # %% tags=["nbval-ignore-output"]
 torch.manual_seed(0)

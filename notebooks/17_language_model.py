@@ -14,7 +14,7 @@
 #
 # **What you'll learn.**
 # - which parts of a transformer run in fp32 under autocast, and what to do when dtypes do not match;
-# - how much memory the loss over a large vocabulary takes, and how to reduce it;
+# - how large the logits of a large vocabulary are, and how to reduce the memory of the loss;
 # - which dtypes to use for a LoRA adapter and its base, and what merging loses;
 # - why the same prompt can give a different text in bf16.
 #
@@ -166,8 +166,8 @@ print(f"logits: {values * 2 / 2**30:.1f} GiB in bf16, {values * 4 / 2**30:.1f} G
 assert 3.9 < values * 2 / 2**30 < 4
 
 # %% [markdown]
-# The backward pass needs several fp32 tensors of this size, such as the log-softmax and its gradient. <!--
-# tests/notebooks/test_17_language_model.py -->
+# In eager mode, the backward pass needs several fp32 tensors of this size, such as the log-softmax and its gradient.
+# <!-- tests/notebooks/test_17_language_model.py -->
 #
 # To save memory, compute the loss **in chunks** of tokens, and checkpoint each chunk. The backward pass then recomputes
 # the logits one chunk at a time: <!-- tests/notebooks/test_17_language_model.py -->

@@ -244,8 +244,8 @@ assert program.module()(x).dtype is torch.float32
 
 # %% [markdown]
 # The program computes in fp32, because `torch.export` does not record an autocast block around the call. For a program
-# in bf16, **cast the model first**. We export our bf16 model, save the program and load it again. With `Dim.AUTO`, the
-# program accepts any batch size:
+# in bf16, **cast the model first**. We export our bf16 model, save the program and load it again. With `Dim.AUTO` and
+# an example of two or more images, the program accepts any batch size:
 # <!-- tests/notebooks/test_18_inference_and_export.py -->
 
 # %% tags=["nbval-ignore-output"]

@@ -173,10 +173,10 @@ torch.backends.cudnn.allow_tf32 = kept  # for the next cells; leave this line ou
 # %% [markdown]
 # ### Old and new settings
 #
-# `torch.set_float32_matmul_precision` and `allow_tf32` are old settings. Change only these. If you change a new setting,
-# such as `torch.backends.cuda.matmul.fp32_precision`, code that reads an old setting [can get an
-# error](08h_compile_and_processes.ipynb#TF32-is-set-in-the-old-and-in-the-new-way).
-# [Lightning](https://github.com/Lightning-AI/pytorch-lightning/issues/21256) is an example.
+# Change only two old settings: `torch.set_float32_matmul_precision` for matmuls, and `torch.backends.cudnn.allow_tf32`
+# for convolutions. If you change a new setting, such as `torch.backends.cuda.matmul.fp32_precision`, code that reads
+# an old setting [can get an error](08h_compile_and_processes.ipynb#TF32-is-set-in-the-old-and-in-the-new-way).
+# Lightning, for example, [reads an old setting](https://github.com/Lightning-AI/pytorch-lightning/issues/21256).
 # <!-- tests/notebooks/test_19_choose_your_precision.py -->
 #
 # ## Trained in bf16, on a GPU without it
@@ -209,7 +209,7 @@ assert not in_fp16.isfinite().all()
 #
 # If a value is too large, run the model in fp32, or use one of two remedies:
 #
-# - **Leave the layers that compute or receive large values in fp32.** Cast around them:
+# - **Run the layers that compute or receive large values in fp32.** Cast their weights to fp32, and cast around them:
 #   `y = these_layers(x.float()).half()`.
 # - **Scale the weights of two linear layers** as in [exercise 4](#4.-Make-it-fit) if a ReLU is between these layers.
 #   With a GELU, the outputs would change. The second weight must still fit in fp16. <!--

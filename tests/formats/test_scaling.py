@@ -137,7 +137,7 @@ SHARED = {"fp8": 256, "fp8-rowwise": 256, "fp8-1x128": 128, "mxfp8": 32, "mxfp4"
 
 @pytest.mark.parametrize(("name", "shared"), SHARED.items())
 def test_a_huge_outlier_makes_most_values_that_share_its_scale_zero(name, shared):
-    """What notebook 15 says of a column that is a million times as large."""
+    """If a column is a million times as large, most values that share its scale become zero."""
     values = torch.randn(128, 256, generator=torch.Generator().manual_seed(0))
     values[:, 100] *= 1e6
     zero = quantize(values, name) == 0
