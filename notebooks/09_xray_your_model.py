@@ -289,11 +289,10 @@ def log_softmax_dtype(backend, loss_fn):
     return *next(after for op, _, after in tracer.rows if op == "_log_softmax"), SHORT[loss.dtype]
 
 
-print("log_softmax in")
 for backend in BACKENDS:
     usual, loss = log_softmax_dtype(backend, plain)
     in_fp32, _ = log_softmax_dtype(backend, on_floats)
-    print(f"{backend:<6}{usual}, with .float() {in_fp32}")
+    print(f"{backend:<6}log_softmax in {usual}, with .float() in {in_fp32}")
     assert usual == ("fp32" if backend == "cpu" else "fp16")
     assert in_fp32 == loss == "fp32"
 

@@ -245,6 +245,7 @@ def dtypes(cast):
     return weight.dtype, seen[0], output.dtype
 
 
+# %%
 rows = {"autocast": dtypes(cast=False), "model.to(bfloat16)": dtypes(cast=True)}
 print(f"{'':<20} weights    matmuls    outputs")
 for name, row in rows.items():
