@@ -353,8 +353,8 @@ exercises = checks_of("06_caltech256_resnet50")
 # %% [markdown]
 # ### 1. The size of a tensor
 #
-# For a batch of 256 images, a convolution returns 128 feature maps of 56x56 per image, in bf16. How many MiB do
-# all these maps take?
+# A batch has 256 images. For each image, a convolution returns 128 feature maps of 56x56 in bf16. How many MiB do all
+# these maps take?
 
 # %%
 map_mib = ...

@@ -81,7 +81,7 @@ assert halves[halves >= 0].tolist() == [0, 0.5, 1, 1.5, 2, 3, 4, 6]
 #
 # A scale depends on the largest magnitude of the values that share it. If one of these values is much larger than the
 # others, the others may become zero. So it matters which values share a scale: a whole tensor, a row, or a *block*
-# (neighbours in a row). In the table, `mxfp8` and `mxfp4` are from *MX* (microscaling), an [open
+# (neighbours in a row). The formats `mxfp8` and `mxfp4` belong to *MX* (microscaling), an [open
 # standard](https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf). The format `nvfp4`
 # is [from NVIDIA](https://arxiv.org/abs/2509.25149):
 #

@@ -102,7 +102,7 @@ assert 6 < sum(held["bf16, 8-bit AdamW"].values()) < 6.1
 #
 # Adam stores two moments for each weight: the *mean* (a moving average of the gradients) and the *second moment* (a
 # moving average of their squares). We write our own Adam, so that we can change two things: how an update is added to
-# a weight, and how the second moment is stored. In this section, the second moment is in fp32.
+# a weight, and how the second moment is stored. In this section, the second moment stays in fp32.
 
 
 # %%
@@ -459,8 +459,9 @@ exercises.check_bytes(bytes_each)
 #
 # ### 4. Store squares without a zero
 #
-# Complete the function. It stores each positive square as a multiple of its row's *step*, which is a 256th of the
-# largest value in the row. Round to the nearest multiple. If the result is zero, use one step.
+# Complete the function. The *step* of a row is a 256th of the largest value in the row. The function stores each
+# positive square as a multiple of the step of its row. Round to the nearest multiple. If the result is zero, use one
+# step.
 
 
 # %%

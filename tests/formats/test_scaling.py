@@ -120,16 +120,26 @@ def test_blocks_of_128_by_128_are_tensors_of_their_own():
             assert torch.equal(found[part], quantize(values[part].contiguous(), "fp8"))
 
 
+def shares_of_zeros(name: str, factor: float, shared: int) -> tuple[float, float]:
+    """The shares of values that become zero if column 100 of (128, 256) values is multiplied.
+
+    First of the other columns among the `shared` ones that share its scale, then of all others.
+    """
+    values = torch.randn(128, 256, generator=torch.Generator().manual_seed(0))
+    values[:, 100] *= factor
+    zero = (quantize(values, name) == 0).float()
+    columns = torch.arange(256)
+    shares_scale = columns // shared == 100 // shared
+    beside = shares_scale & (columns != 100)
+    return zero[:, beside].mean().item(), zero[:, ~shares_scale].mean().item()
+
+
 @pytest.mark.parametrize(("name", "size"), [("mxfp4", 32), ("nvfp4", 16)])
 def test_an_outlier_makes_most_of_its_four_bit_block_zero(name, size):
     """What notebook 15 says of a column that is 100 times as large, in blocks of 32 and of 16."""
-    values = torch.randn(128, 256, generator=torch.Generator().manual_seed(0))
-    values[:, 100] *= 100
-    zero = quantize(values, name) == 0
-    columns = torch.arange(256)
-    beside = (columns // size == 100 // size) & (columns != 100)
-    assert zero[:, beside].float().mean() > 0.75
-    assert zero[:, columns // size != 100 // size].float().mean() < 0.15
+    beside, elsewhere = shares_of_zeros(name, factor=100, shared=size)
+    assert beside > 0.75
+    assert elsewhere < 0.15
 
 
 SHARED = {"fp8": 256, "fp8-rowwise": 256, "fp8-1x128": 128, "mxfp8": 32, "mxfp4": 32, "nvfp4": 256}
@@ -138,14 +148,10 @@ SHARED = {"fp8": 256, "fp8-rowwise": 256, "fp8-1x128": 128, "mxfp8": 32, "mxfp4"
 @pytest.mark.parametrize(("name", "shared"), SHARED.items())
 def test_a_huge_outlier_makes_most_values_that_share_its_scale_zero(name, shared):
     """If a column is a million times as large, most values that share its scale become zero."""
-    values = torch.randn(128, 256, generator=torch.Generator().manual_seed(0))
-    values[:, 100] *= 1e6
-    zero = quantize(values, name) == 0
-    columns = torch.arange(256)
-    beside = (columns // shared == 100 // shared) & (columns != 100)
-    assert zero[:, beside].float().mean() > 0.6
+    beside, elsewhere = shares_of_zeros(name, factor=1e6, shared=shared)
+    assert beside > 0.6
     if shared < 256:
-        assert zero[:, columns // shared != 100 // shared].float().mean() < 0.15
+        assert elsewhere < 0.15
 
 
 def test_a_block_of_int8_shrinks_with_its_scale():

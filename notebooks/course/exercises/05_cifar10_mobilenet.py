@@ -18,7 +18,8 @@ def check_needed_difference(points: float) -> str:
     spread = 0.5
     accuracy = 0.9
     variance = accuracy * (1 - accuracy) / 900
-    error = 100 * variance**0.5
+    standard_error = variance**0.5
+    error = 100 * standard_error
     right = spread + 2 * error
     distance_to_share = abs(points - right / 100)
     need(
@@ -46,8 +47,11 @@ def check_needed_difference(points: float) -> str:
 
 def _speedup(times: dict[str, float], factors: dict[str, float]) -> float:
     """Of a step as a whole, from the time of each part and by what factor it is faster."""
-    new_times = [time / factors[part] for part, time in times.items()]
-    return sum(times.values()) / sum(new_times)
+    old_time = sum(times.values())
+    new_time = 0.0
+    for part, time in times.items():
+        new_time += time / factors[part]
+    return old_time / new_time
 
 
 @exercise
@@ -142,7 +146,8 @@ def check_mended_loop(loop: Callable[..., Any]) -> str:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    far = _largest_difference(found, reference.weight.detach())
+    expected = reference.weight.detach()
+    far = _largest_difference(found, expected)
     need(
         far < 1,
         f"The weights are off by {far:.0f}. The optimizer used gradients that were still "
@@ -172,10 +177,10 @@ def _take_steps(run: dict[str, Any], steps: range) -> None:
     model = run["model"]
     optimizer = run["optimizer"]
     scaler = run["scaler"]
+    targets = torch.arange(4) % 3
     for step in steps:
         generator = torch.Generator().manual_seed(step)
         x = torch.randn(4, 6, generator=generator)
-        targets = torch.arange(4) % 3
         with torch.autocast("cpu", dtype=torch.bfloat16):
             output = model(x).float()
             loss = F.cross_entropy(output, targets)
@@ -217,9 +222,10 @@ def check_superfluous(names: Iterable[str]) -> str:
     if isinstance(names, str):
         names = [names]
     chosen = set(names)
-    unknown = sorted(chosen - parts, key=str)
-    unknown_names = ", ".join(map(str, unknown))
-    need(not unknown, f"{unknown_names}: use the names from the exercise.")
+    unknown = chosen - parts
+    unknown_names = sorted(map(str, unknown))
+    listed = ", ".join(unknown_names)
+    need(not unknown, f"{listed}: use the names from the exercise.")
     whole = _finished()
     for name in sorted(chosen):
         weights = _finished(forget=[name])
@@ -230,7 +236,10 @@ def check_superfluous(names: Iterable[str]) -> str:
             "changes it, and the next step depends on it.",
         )
     others = parts - chosen
-    missing = sum(torch.equal(_finished(forget=[name]), whole) for name in others)
+    missing = 0
+    for name in others:
+        weights = _finished(forget=[name])
+        missing += torch.equal(weights, whole)
     need(
         missing == 0,
         f"You can leave out all that you named, and {missing} more. What does this run never"

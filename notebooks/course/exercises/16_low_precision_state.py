@@ -24,7 +24,8 @@ def check_smallest_update(bound: float) -> str:
         "the sum is rounded to the next number.",
     )
     spacing_at_1 = 2**-7
-    from_1 = (spacing_at_1, 0.75 * spacing_at_1, 0.75 * spacing_at_1 / 2)
+    share_of_it = 0.75 * spacing_at_1
+    from_1 = (spacing_at_1, share_of_it, share_of_it / 2)
     need(
         bound not in from_1,
         f"{bound:g} uses the spacing at 1. Between 0.5 and 1, the spacing is smaller.",
@@ -50,7 +51,8 @@ def check_round_stochastically(round_stochastically: Callable[[torch.Tensor], An
     """Either whole number beside a value, and the value on average."""
     torch.manual_seed(0)
     for value in (2.3, -1.25, 4.0):
-        found = call(round_stochastically, torch.full((20_000,), value))
+        values = torch.full((20_000,), value)
+        found = call(round_stochastically, values)
         below = math.floor(value)
         for whole in found.unique().tolist():
             need(
@@ -98,18 +100,23 @@ def check_bytes(bytes_each: float) -> str:
 def check_store_squares(store_squares: Callable[[torch.Tensor], Any]) -> str:
     """Nearest multiples of a 256th of each row's largest value, and none of them 0."""
     torch.manual_seed(0)
-    rows = torch.randn(4, 64).square() * torch.logspace(-8, 4, 4)[:, None]
-    rows[0, 0] = rows[0].max() * 1e-6
+    magnitudes = torch.logspace(-8, 4, 4)
+    squares = torch.randn(4, 64).square()
+    rows = squares * magnitudes[:, None]
+    largest_of_first_row = rows[0].max()
+    rows[0, 0] = largest_of_first_row * 1e-6
     found = call(store_squares, rows)
     largest = rows.amax(1, keepdim=True)
     step = largest / 256
-    is_positive = found > 0
-    zeros = int((~is_positive).sum())
+    is_not_positive = found <= 0
+    zeros = int(is_not_positive.sum())
     need(zeros == 0, f"{zeros} squares become 0 or negative. Use at least one step.")
     is_within = found <= 1.001 * largest
     need(bool(is_within.all()), "A square becomes larger than the largest square in its row.")
-    steps_off = ((found - rows) / step).abs()
-    worst = float(steps_off[rows > step].max())
+    errors = (found - rows).abs()
+    steps_off = errors / step
+    is_above_step = rows > step
+    worst = float(steps_off[is_above_step].max())
     need(
         worst < 0.501,
         f"The error of a square is {worst:.2g} steps, but rounding to nearest gives at most "
@@ -117,5 +124,6 @@ def check_store_squares(store_squares: Callable[[torch.Tensor], Any]) -> str:
     )
     steps = found / step
     from_whole = (steps - steps.round()).abs()
-    need(float(from_whole.max()) < 1e-2, "A square is not a multiple of the step of its row.")
+    farthest = float(from_whole.max())
+    need(farthest < 1e-2, "A square is not a multiple of the step of its row.")
     return "Each square fits into eight bits, and no update is divided by zero."
