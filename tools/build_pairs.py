@@ -318,7 +318,7 @@ def untrusted(notebook: nbformat.NotebookNode) -> list[str]:
 def execute(source: Path) -> nbformat.NotebookNode:
     """The notebook in `source`, run from top to bottom on the CPU at the quick scale."""
     # On a machine with a CUDA compiler and no GPU, torch warns of that whenever it compiles.
-    os.environ.setdefault("TORCH_LOGS", "-torch.utils.cpp_extension")
+    environment = {"TORCH_LOGS": "-torch.utils.cpp_extension"} | os.environ
     notebook = read_source(source)
     client = NotebookClient(
         notebook,
@@ -330,7 +330,7 @@ def execute(source: Path) -> nbformat.NotebookNode:
         coalesce_streams=True,
     )
     try:
-        client.execute()
+        client.execute(env=environment)
     except CellExecutionError as error:
         reason = f"raised {error.ename}: {error.evalue}".splitlines()[0]
     except CellTimeoutError:

@@ -253,6 +253,7 @@ def test_recompilations_are_logged(monkeypatch, caplog):
     compiled = torch.compile(lambda x: x @ x, backend="eager")
     logger = logging.getLogger("torch._dynamo.guards.__recompiles")
     monkeypatch.setattr(logger, "propagate", True)
+    monkeypatch.delenv("TORCH_LOGS", raising=False)  # it would win over `set_logs`
     torch._logging.set_logs(recompiles=True)
     try:
         compiled(x)
