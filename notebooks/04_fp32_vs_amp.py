@@ -151,7 +151,7 @@ with Precision.FP32.float32_mode("cpu"):
 
 # %% [markdown]
 # `describe_device` times a matmul in each precision. We will compare FP32 with each precision that is clearly faster.
-# If no precision is, we will compare FP32 with bf16.
+# If none is faster, we will compare FP32 with bf16.
 # <!-- tests/core/test_device.py -->
 
 # %% tags=["nbval-ignore-output"]
@@ -233,8 +233,8 @@ for picture in pictures.values():
 # 3. If other programs disturb too many rounds, `compare` marks the result as *not reliable*.
 # <!-- tests/core/test_timing.py -->
 #
-# `is_possible` finds a time that is too short to be true. A step cannot do many more floating-point operations (FLOP)
-# per second than the matmul that `describe_device` timed.
+# `is_possible` checks whether a time can be true. It compares the floating-point operations (FLOP) per second of a
+# step with those of the matmul that `describe_device` timed. If the step does many more, its time is wrong.
 # <!-- tests/notebooks/test_04_fp32_vs_amp.py -->
 #
 # Before you run this: how much faster do you expect the step to be in 16 bits?
@@ -302,8 +302,8 @@ _ = figures.time_and_memory(
 # ## How not to measure
 #
 # Our picture comes from an [article by
-# AMD](https://rocm.blogs.amd.com/artificial-intelligence/automatic-mixed-precision/README.html). The next cell has its
-# times. The article calls the gain in training a speed-up of 46 %.
+# AMD](https://rocm.blogs.amd.com/artificial-intelligence/automatic-mixed-precision/README.html). The article calls the
+# gain in training a speed-up of 46 %. The next cell uses the times in the article:
 
 # %%
 article = {"training": (13.98, 7.50), "inference": (4.24, 2.87)}  # seconds in FP32 and with AMP
@@ -325,7 +325,7 @@ for task, (fp32_s, amp_s) in article.items():
 #
 # ## Summary
 #
-# - AMP with a scaler takes five lines.
+# - AMP with a scaler takes five lines: one creates the scaler, and four are in the training step.
 # - To see whether reduced precision costs accuracy, compare the losses of several seeds.
 # - To measure time, warm up, synchronise and repeat. Time the precisions in turns, and give an interval. Say whether
 #   the baseline is FP32 or TF32.

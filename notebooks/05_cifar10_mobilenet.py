@@ -194,8 +194,8 @@ def train(precision, seed):
 
 
 # %% [markdown]
-# On a CPU, we compare FP32 with bf16. On a GPU, we compare FP32 with each precision that is clearly
-# faster. <!-- code -->
+# On a CPU, we compare FP32 with bf16. On a GPU, we compare FP32 with each precision in which `describe_device`
+# measured clearly faster matmuls. <!-- code -->
 #
 # Before you run this: which will differ more in accuracy, two precisions or two seeds?
 
@@ -213,7 +213,7 @@ _ = figures.loss_and_accuracy(losses, accuracies)
 assert all((loss[:, -1] < 0.5 * loss[:, 0]).all() for loss in losses.values())  # all have learned
 
 # %% [markdown]
-# Each line is the mean over three seeds.
+# Each line is the mean over three seeds, and the shaded areas show the range of the seeds.
 #
 # ## Is the accuracy the same?
 #
@@ -241,8 +241,8 @@ print(f"seeds differ by up to {100 * spread:.1f} points, standard error {100 * e
 
 # %% [markdown]
 # Here, the precisions differ in accuracy about as much as the seeds do. The difference between the precisions is
-# smaller than our yardstick, so it does not count. The yardstick is so large that we could miss a real
-# difference of a few points.
+# smaller than our yardstick (the spread plus two standard errors), so it does not count. A real difference of a few
+# points would not count either, because the yardstick is larger.
 #
 # ## Find the slow layers
 #
@@ -293,6 +293,7 @@ assert list(kind_times) == list(KINDS)
 #
 # On the CPU of this run, the four depthwise layers with stride 2 take less than a tenth of the total time in FP32, but
 # more than a third of the total time under autocast. These layers lose far more time than the pointwise layers save.
+# You can run such layers with autocast [disabled](02_autocast_dtypes.ipynb#Nest-and-disable-autocast).
 # <!-- tests/notebooks/test_05_cifar10_mobilenet.py -->
 #
 # ## Resume: to the last bit

@@ -145,7 +145,8 @@ def train_step(model, images, targets, optimizer, scaler, dtype):
 
 
 # %% [markdown]
-# `float32_mode` switches TF32 off in the FP32 run. <!-- tests/core/test_precision.py -->
+# In the next function, `precision.float32_mode` turns TF32 off if the precision is FP32. <!--
+# tests/core/test_precision.py -->
 
 
 # %%
@@ -192,9 +193,9 @@ for precision in precisions:
 #
 # ## Count the memory of a step
 #
-# We count bytes with a [`TorchDispatchMode`](https://docs.pytorch.org/docs/stable/notes/extending.html). PyTorch calls
-# this mode for operations inside its `with` block, so the mode can inspect the tensors that these operations return.
-# Our mode does two things:
+# We count bytes with a [`TorchDispatchMode`](https://docs.pytorch.org/docs/stable/notes/extending.html). Inside a
+# `with` block of this mode, PyTorch calls a method of the mode for each operation. The method can inspect the tensors
+# that the operation returns. Our mode does two things:
 #
 # 1. It keeps a dictionary of the *storages* (blocks of memory) of these tensors. When a storage is
 #    freed, its entry disappears.

@@ -264,8 +264,8 @@ assert casts["ResNet-50", "mps"] > 2 * casts["ResNet-50", "cuda"]
 # ## The surprise in cross-entropy
 #
 # `log_softmax` is on [CUDA's list](https://docs.pytorch.org/docs/stable/amp.html#autocast-op-reference) of ops that
-# run in fp32. Yet in the figure, `_log_softmax` is fp16 on CUDA. `F.cross_entropy` called it there. We trace
-# `F.cross_entropy` on fp16 logits, without and with `.float()` on the logits:
+# run in fp32. Yet in the figure, the op `_log_softmax`, which `log_softmax` runs, is fp16 on CUDA. Here,
+# `F.cross_entropy` called it. We trace `F.cross_entropy` on fp16 logits, without and with `.float()` on the logits:
 
 
 # %%
@@ -306,7 +306,8 @@ for backend in BACKENDS:
 # ```
 #
 # On CUDA, this `dtype=` [overrides](https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/autocast_mode.h)
-# autocast's rule for `log_softmax`. The loss is fp32, but it was computed from values that were rounded to fp16. To
+# autocast's rule for `log_softmax`, so the result of `log_softmax` is rounded to fp16. Autocast casts this result to
+# fp32 for `nll_loss`, which is also on the list. So the loss is fp32, but it was computed from rounded values. To
 # avoid the rounding, call **`.float()` on the logits.**
 #
 # ## Will it fit?

@@ -122,9 +122,9 @@ for name, dtype in PRECISIONS.items():
 # %% [markdown]
 # ## Divide the batch
 #
-# With n processes, each rank takes an n-th of every batch. `DistributedSampler` gives each rank its samples. With our
-# seeds, the ranks together get the same batches as the plain loop. If you train for several epochs, call
-# `sampler.set_epoch(epoch)` before each epoch. Otherwise, all epochs have the same order.
+# With n processes, each rank takes an n-th of every batch. `DistributedSampler` gives each rank its samples. It has
+# the same seed as the plain loop, so the ranks together get the same batches as the plain loop. If you train for
+# several epochs, call `sampler.set_epoch(epoch)` before each epoch. Otherwise, all epochs have the same order.
 # <!-- tests/notebooks/test_11_scale_out.py -->
 #
 # [`torchrun`](https://docs.pytorch.org/docs/stable/elastic/run.html) starts several copies of one script. Each copy
@@ -204,8 +204,9 @@ def train_ddp(config, data, dtype, device, sums_in=torch.float32):
 # | before the layer's backward pass | all-gather | `param_dtype` |
 # | after the layer's backward pass | *reduce-scatter*: every rank gets its shard of the averaged gradients | `reduce_dtype` |
 #
-# The shards keep their dtype, here fp32. All our layers compute in `param_dtype`, even the norms. For the outermost
-# module, set `output_dtype` to fp32, so that the loss is computed in fp32.
+# The shards keep their dtype, here fp32. The loop has no autocast block, because this policy chooses the dtypes: all
+# our layers compute in `param_dtype`, even the norms. For the outermost module, set `output_dtype` to fp32, so that
+# the loss is computed in fp32.
 # <!-- tests/tracing/test_sharding.py --> <!-- tests/notebooks/test_11_scale_out.py -->
 
 
@@ -248,7 +249,8 @@ def train_fsdp(config, data, dtype, device, sums_in=torch.float32):
 # - the dtype of the matmuls;
 # - the dtype in which gradients are summed. <!-- code -->
 #
-# `count_communication` computes how many bytes a rank sends. It assumes that the ranks form a ring.
+# `count_communication` computes how many bytes a rank sends. It assumes that the ranks form a ring, in which each rank
+# sends only to the next one.
 # <!-- tests/parallel/test_collectives.py -->
 
 
@@ -280,8 +282,8 @@ def try_all(config, setups, device_type):
 
 
 # %% [markdown]
-# Before you run this: in which precision will the losses on several processes be nearer to those of one process,
-# fp32 or bf16?
+# Before you run this: will the losses on several processes be nearer to those of one process in fp32 or in bf16? We
+# compare runs of the same precision.
 
 # %% tags=["nbval-ignore-output"]
 TOLERANCES = {"fp32": 2.0**-14, "bf16": 2.0**-6}
@@ -333,9 +335,9 @@ _ = figures.sent_bytes(bars, most)
 # | FSDP2, bf16, reduce in fp32 | about 1/4 + 1/4 + 1/2 | bf16 halves the two all-gathers |
 # | FSDP2, bf16, reduce in bf16 | about 3 x 1/4 | bf16 halves the reduce-scatter too |
 #
-# **Send weights in bf16, and sum gradients in fp32.** Layers that compute in bf16 use bf16 weights, so sending the
-# weights in bf16 costs no precision. But in [the first cell](#The-idea-in-five-lines), a sum in bf16 lost more
-# precision with more ranks.
+# **Send weights in bf16, and sum gradients in fp32.** The layers need bf16 weights for their matmuls anyway, so
+# sending the weights in bf16 loses no precision. But in [the first cell](#The-idea-in-five-lines), a sum in bf16 lost
+# more precision with more ranks.
 
 # %%
 sent = {name: sum(size for *_, size in parts) for name, parts in bars.items()}
@@ -388,21 +390,23 @@ assert decided[0]["FSDP2", "gradient"][1] == [("all_reduce", 1)]  # what `unscal
 assert decided[0]["DDP", "gradient"][1] == []
 
 # %% [markdown]
-# If the infinity comes from a batch, all ranks skip the step:
+# With DDP and FSDP2, all ranks skip the step after an infinity in rank 1's batch:
 #
-# - **DDP:** if one rank's gradients have inf or NaN, the average has inf or NaN on all ranks.
-# - **FSDP2:** `unscale_` combines the overflow flags of all ranks, so all scalers make the same decision.
+# - **DDP** averages the gradients. If one rank's gradients have inf or NaN, the average has inf or NaN on all ranks.
+# - **FSDP2**: `unscale_` combines the overflow flags of all ranks, so all scalers make the same decision.
 #
-# So `GradScaler` is enough for DDP and FSDP2. The ranks disagree only in one case: with DDP, if we write an infinity
-# into rank 1's gradient after the average.
+# The ranks disagree only with DDP and an infinity in rank 1's gradient, which we wrote there after the average. DDP
+# itself leaves the same gradients on all ranks. So use the ordinary `GradScaler` with DDP and FSDP2.
 #
-# If you average gradients yourself, **average them before `unscale_`**. If `unscale_` runs before the average, only the
-# rank with the overflow skips its step. <!-- tests/notebooks/test_exercises.py -->
+# If you average gradients yourself, **average them before `unscale_`**. Otherwise, only the rank with the overflow
+# skips its step, and the other ranks update their weights with an average that has inf or NaN. <!--
+# tests/notebooks/test_exercises.py -->
 #
 # ## On your own hardware
 #
-# `amp-lab xray … --parallel fsdp` lists the dtypes in which each parameter is stored, sent and used. [Several
-# machines](../docs/several_machines.md) shows this command, and `amp-lab train` under torchrun.
+# `amp-lab xray … --parallel fsdp` lists the dtypes in which each parameter is stored, sent and used. The page [Train
+# in several processes and on several machines](../docs/several_machines.md) explains this command and `amp-lab train`
+# under torchrun.
 # <!-- tests/cli/test_tracing_commands.py -->
 #
 # With [`torch.distributed.checkpoint`](https://docs.pytorch.org/tutorials/recipes/distributed_checkpoint_recipe.html),

@@ -193,8 +193,9 @@ for name in POLICIES[:3]:
     assert (kind == "LossScaleOptimizer") == (name == "mixed_float16")
 
 # %% [markdown]
-# We compile two more models. With `auto_scale_loss=False`, the first has no loss scale. The second has none because
-# only its first layer has the policy `mixed_float16`. The model itself has the global policy, here `float32`:
+# We compile two more models. Neither gets a loss scale. The first still has the policy `mixed_float16`, but we pass
+# `auto_scale_loss=False`. Before we create the second, we set the global policy to `float32`, so this is the policy of
+# the model. Its first layer has `mixed_float16`, but `compile` looks only at the model:
 
 # %%
 print("on purpose:", optimizer_of(new_head(), auto_scale_loss=False))
@@ -261,8 +262,8 @@ def step_with_tensorflow(self, data):
 
 
 # %% [markdown]
-# Both steps also work under `float32` and `mixed_bfloat16`: an optimizer without a loss scale has the same methods,
-# which then do not scale. We use the steps in a small network:
+# Both steps also work under `float32` and `mixed_bfloat16`. The optimizer then has no loss scale: its `scale_loss`
+# returns the loss unchanged, and its `apply` does not divide. We use the steps in a small network:
 # <!-- tests/notebooks/test_12_keras.py -->
 
 
@@ -355,8 +356,8 @@ for kind, rate in ((keras.optimizers.SGD, 1.0), (keras.optimizers.Adam, 0.1)):
 
 # %% [markdown]
 # Without `scale_loss`, the weight moves 2¹⁵ times too little with SGD. With Adam, it moves nearly as far as it should,
-# because Adam divides the gradient by an average of its magnitude. With a much smaller gradient, the weight hardly
-# moves.
+# because Adam divides the gradient by an average of its magnitude. With a much smaller gradient, Adam's `epsilon` is
+# larger than this average, and the weight hardly moves.
 # <!-- tests/notebooks/test_12_keras.py -->
 #
 # ## The names of TensorFlow 2.x (optional)

@@ -161,8 +161,9 @@ check_close(runs["autocast"], runs["O1"], SAME)
 assert runs["O1"].scale == 2.0**13  # three steps skipped, in both
 
 # %% [markdown]
-# In a classifier, write `F.cross_entropy(logits.float(), targets)`. Without `.float()`, autocast on CUDA can round an
-# intermediate result to fp16 ([notebook 09](09_xray_your_model.ipynb#The-surprise-in-cross-entropy) shows why).
+# At O1, `cross_entropy` cast its inputs to fp32. With autocast, cast the logits yourself:
+# `F.cross_entropy(logits.float(), targets)`. Without `.float()`, autocast on CUDA can round an intermediate result to
+# fp16 ([notebook 09](09_xray_your_model.ipynb#The-surprise-in-cross-entropy) shows why).
 #
 # ### O2: fp16 weights, fp32 masters
 #
@@ -196,7 +197,7 @@ assert losses[1] != losses[1]  # NaN
 # %% [markdown]
 # ### What it costs in memory
 #
-# A linear layer takes this many bytes for each parameter. Activations are not counted:
+# The table shows the bytes that each parameter of a linear layer takes in training, without activations:
 # <!-- tests/notebooks/test_13_from_apex.py -->
 #
 # | | weights | gradients | master weights | gradients of masters | Adam's state | total |
@@ -310,8 +311,9 @@ assert wrong_scaler.get_scale() == 65536
 #
 # ## Let a tool do it (optional)
 #
-# `amp-lab migrate PATH --write` rewrites old names of torch in files and notebooks, and reports what you have to
-# change by hand, [for example in an Apex loop](../docs/migrate.md#apex).
+# `amp-lab migrate PATH --write` rewrites files and notebooks: old names of torch, and those optimizers and layers of
+# Apex for which torch has an exact equivalent. The command also reports what you have to change by hand, for example
+# [`amp.initialize`](../docs/migrate.md#apex).
 # <!-- tests/migrate/test_files.py, tests/migrate/test_apex.py -->
 #
 # This old program relies on the old default dtypes and on the old order of arguments:
@@ -350,8 +352,9 @@ else:
 # model, the optimizer and `amp`. In such a checkpoint:
 #
 # - Parameter names begin with `module.` if the saved model was wrapped in `DistributedDataParallel`.
-# - At O2, the fp32 master weights are missing. The file contains the fp16 weights, [cast to
-#   fp32](https://github.com/NVIDIA/apex/blob/e13873debc4699d39c6861074b9a3b2a02327f92/apex/amp/_initialize.py).
+# - At O2, the file contains the fp16 weights, [cast to
+#   fp32](https://github.com/NVIDIA/apex/blob/e13873debc4699d39c6861074b9a3b2a02327f92/apex/amp/_initialize.py). The
+#   more accurate master weights are missing.
 #
 # Our reference run trains for eight steps, writes a checkpoint, and trains for eight more steps. A resumed run
 # should reproduce the last eight steps.
@@ -366,8 +369,8 @@ INTERVAL = 6
 whole = train_and_save("O1", batches, new_model(device), PATH, INTERVAL)
 
 # %% [markdown]
-# We translate the scaler's state. Both scalers count the steps without an overflow: Apex in `unskipped`, `GradScaler`
-# in `_growth_tracker`.
+# We translate the scaler's state. Both scalers count the steps since the scale last grew or an overflow lowered it:
+# Apex in `unskipped`, `GradScaler` in `_growth_tracker`.
 
 
 # %%

@@ -128,7 +128,7 @@ _ = figures.sqnr_by_format(errors)
 # With the outlier channel, the values that share a scale with an outlier lose accuracy, and some become zero. So
 # `fp8`, where all values share one scale, loses more accuracy than `mxfp8`, where 32 values share one.
 #
-# We print the bits per value, with the scales of the blocks:
+# The scales take memory, too. We print the bits per value, including the scales of the blocks:
 
 # %% tags=["nbval-ignore-output"]
 alone, beside = errors["normal"], errors["one outlier channel"]
@@ -165,9 +165,10 @@ assert at_100["mxfp4"] < at_100["nvfp4"] < alone["nvfp4"] - 5
 # | *dgrad*, the gradient of `x` | `grad @ weight` | (rows, out) @ (out, in) |
 # | *wgrad*, the gradient of `weight` | `grad.T @ x` | (out, rows) @ (rows, in) |
 #
-# A matmul multiplies the rows of the left matrix by the columns of the right matrix. So [each
+# A matmul multiplies the rows of the left matrix by the columns of the right matrix, and adds the products. The values
+# of a block must belong to the same sum. So [each
 # block](https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf) lies in a row of the
-# left matrix or in a column of the right matrix. Everything else is in fp32.
+# left matrix or in a column of the right matrix. Only these two matrices are rounded. The rest is computed in fp32.
 
 
 # %%
@@ -270,7 +271,8 @@ _ = figures.loss_from_fp32(losses)
 
 # %% [markdown]
 # The figure shows the smoothed difference between the loss in each format and the fp32 loss with the same seed. Each
-# line is the mean over three seeds.
+# line is the mean over three seeds, and the bars show their range. The grey band is the range of the fp32 losses
+# around their mean.
 #
 # In `fp8` and `mxfp8`, the model learns as well as in fp32. In the four-bit formats, the loss is slightly higher.
 # Without a scale, the loss is much higher, as the next cell asserts:
@@ -316,7 +318,7 @@ report
 
 # %% [markdown]
 # A star marks a layer that you should leave in 16 bits. The list under *Look at* gives the reasons: values that become
-# 0, an outlier or, for the head (`token.weight`), its [output
+# 0, an outlier or, for the head (`token.weight`, which is also the embedding), its [output
 # size](08g_speed_and_memory.ipynb#A-size-is-not-a-multiple-of-16-or-8).
 # <!-- tests/formats/test_rehearsal.py -->
 #
@@ -403,8 +405,8 @@ for fast in (True, False):
 # [CUTLASS](https://github.com/NVIDIA/cutlass/blob/main/media/docs/cpp/blackwell_functionality.md),
 # and [AMD](https://rocm.docs.amd.com/en/latest/reference/precision-support.html).
 #
-# MI300 uses *fnuz*, variants of E4M3 and E5M2. In fnuz, the same bits usually represent half the value, so [convert FP8
-# checkpoints](../docs/quantized.md#does-an-fp8-checkpoint-work-on-an-mi300-fnuz).
+# MI300 uses *fnuz*, variants of E4M3 and E5M2. A number in fnuz is usually half of what the same bits mean in E4M3 or
+# E5M2, so [convert FP8 checkpoints](../docs/quantized.md#does-an-fp8-checkpoint-work-on-an-mi300-fnuz).
 #
 # ## Summary
 #

@@ -141,8 +141,9 @@ class Adam:
 #   this error to the next update.
 # - **fp32 masters** are a copy of the weights in fp32. The optimizer updates this copy, then casts it to bf16.
 #
-# A bf16 number is the upper 16 bits of an fp32 number. `stochastic` adds a random part of the distance between two
-# bf16 numbers, and cuts off the lower 16 bits.
+# A bf16 number is the upper 16 bits of an fp32 number. `stochastic` adds a random number to the lower 16 bits, and
+# then cuts them off. The larger the lower bits are, the more often the addition carries into the upper bits, so that
+# the number is rounded up.
 # <!-- code -->
 
 
@@ -257,7 +258,8 @@ for cured in ("bf16, stochastic", "bf16, Kahan", "bf16, masters"):
     assert lag < 0.1 * (min(at_the_end(losses["bf16, nearest"])) - of_fp32)
 
 # %% [markdown]
-# The figure shows the loss in bf16 minus the loss in fp32, and its range over the seeds.
+# The figure shows the loss in bf16 minus the fp32 loss with the same seed: a line for the mean over the seeds, and
+# bars for their range. The grey band is the range of the losses in fp32 around their mean.
 #
 # Here, with rounding to nearest, the network with bf16 weights learns far more slowly than in fp32. With the
 # three other ways it learns about as fast as in fp32.
@@ -287,8 +289,8 @@ assert square == 1
 # The second moment does not shrink. Adam divides by the root of the second moment, so the next updates are too small.
 #
 # Now we round the second moment to eight or four bits. The mean stays in fp32. As in
-# [torchao](https://github.com/pytorch/ao/blob/main/torchao/optim/adam.py), each block of values has its own scale.
-# Our code only rounds, so it saves no memory.
+# [torchao](https://github.com/pytorch/ao/blob/main/torchao/optim/adam.py), each block of values has its own scale. Our
+# code rounds each value to a whole number times this scale. It only rounds, so it saves no memory.
 
 
 # %%
@@ -306,7 +308,8 @@ def in_blocks(smallest, largest):
 
 
 # %% [markdown]
-# We compare fp32 with three formats. Their whole numbers begin at 0 or at 1:
+# We compare fp32 with three formats. In the first, the whole numbers begin at 0. In the other two, they begin at 1, so
+# no value becomes 0:
 # <!-- code -->
 
 # %%
@@ -333,8 +336,8 @@ for name in ("8 bits, no 0", "4 bits, no 0"):
     assert max(at_the_end(learned[name])) < max(at_the_end(learned["fp32"])) + 0.05
 
 # %% [markdown]
-# Here, with 0 the loss becomes NaN. Without 0, the final loss is near the fp32 loss. Why? We square one gradient, and
-# count how many squares the format with 0 stores as 0:
+# Here, the loss becomes NaN in the format with 0. In the formats without 0, the final loss is near the fp32 loss. Why?
+# We square one gradient, and count how many squares the format with 0 stores as 0:
 
 # %% tags=["nbval-ignore-output"]
 torch.manual_seed(0)

@@ -105,8 +105,9 @@ result
 #   updates](16_low_precision_state.ipynb#Weights-in-bf16).
 # - **bf16 for generation**, without autocast, and for the base of [LoRA](#Fine-tune-with-LoRA).
 #
-# Do not load in fp32 and then call `model.to(torch.bfloat16)`. In a Llama model, this makes the positions [wrong in
-# long texts](08b_learning.ipynb#Positions-or-counts-are-wrong-beyond-256).
+# Do not load in fp32 and then call `model.to(torch.bfloat16)`, because this also casts the buffers. A Llama model
+# keeps the rates of its rotations in a buffer. In bf16, they give [wrong positions in long
+# texts](08b_learning.ipynb#Positions-or-counts-are-wrong-beyond-256).
 # <!-- tests/notebooks/test_17_language_model.py -->
 #
 # ### One dtype for q, k and v
@@ -276,8 +277,9 @@ assert after < before - 0.03
 #
 # Merging stores the sum of the weight and the update. In bf16, each value of the sum is rounded.
 #
-# We scale the update of one layer: its norm becomes a thousandth of the weight's norm. Before you run this: if we merge
-# in bf16, how many of the layer's values will stay the same?
+# How many values change depends on the size of the update. As an example, we scale the update of one layer so that its
+# norm is a thousandth of the weight's norm. Before you run this: if we merge in bf16, how many of the layer's values
+# will stay the same?
 
 # %% tags=["nbval-ignore-output"]
 layer = adapted.blocks[1].up
@@ -296,9 +298,10 @@ assert unchanged > 0.5
 #
 # ## The same prompt, another text
 #
-# We let the model continue 32 prompts in fp32 and in bf16, always with the character of the largest logit. At a *near
-# tie*, the two largest logits are so close that rounding to bf16 can change their order. Before you run this: how many
-# of the 32 texts will differ? <!-- code -->
+# Now we take the model trained in fp32, without LoRA. We let it continue 32 prompts, once in fp32 and once under bf16
+# autocast. It always chooses the likeliest character, the one with the largest logit. At a *near tie*, the two largest
+# logits are so close that rounding to bf16 can change their order. Before you run this: how many of the 32 texts will
+# differ? <!-- code -->
 
 # %% tags=["nbval-ignore-output"]
 prompts = lm.draw(test_data, 32, torch.Generator().manual_seed(1))[0][:, :16].to(device)
@@ -326,7 +329,8 @@ assert abs(in_bf16 - in_fp32) < 0.01
 # texts](https://thinkingmachines.ai/blog/defeating-nondeterminism-in-llm-inference/). With a different batch size or
 # text length, a matmul may add the same numbers in a different order, with different rounding.
 #
-# To get the same answer every time, choose the likeliest token or fix the seed. In addition:
+# To get the same text every time, you need two things: the same choice and the same rounding. For the same choice,
+# take the likeliest token, as above, or fix the seed. For the same rounding:
 #
 # - If the batch size changes, use
 #   [batch-invariant](https://github.com/thinking-machines-lab/batch_invariant_ops) kernels.

@@ -72,8 +72,8 @@ assert changed < 0.02 * len(tests)
 # ## Ways to run it
 #
 # - **Autocast** keeps the weights in fp32, and uses copies in 16 bits for matmuls and convolutions. It runs
-#   [some sensitive ops](02_autocast_dtypes.ipynb) in fp32. Use autocast to evaluate during training, or if you do not
-#   know which parts need fp32.
+#   [some sensitive ops](02_autocast_dtypes.ipynb) in fp32. Use autocast to evaluate a model between training epochs,
+#   or if you do not know which parts need fp32.
 # - **Cast once**: cast the weights to 16 bits before the first call. This halves the memory of the weights. Use this
 #   if the model only runs inference.
 # - **Compile**: `torch.compile` fuses small ops.
@@ -160,8 +160,7 @@ for name in ("bf16 autocast", "bf16 cast once"):
 # %% [markdown]
 # Below the dashed line, the second-best class cannot overtake the best class.
 #
-# Draw this figure for your model and a few hundred real inputs, and count the changed decisions. If no decision
-# changes and all points stay well below the line, the precision is accurate enough for these inputs.
+# Draw this figure for your model and a few hundred real inputs, and count the changed decisions.
 #
 # ## Cast inputs, outputs and weights
 #
@@ -224,8 +223,7 @@ assert list(compilations.values()) == [1, 2, 2, 3, 4, 5]
 # autocast and gradients each cause another compilation. To avoid compilations while you serve requests:
 #
 # - Always use the same gradient mode and autocast state.
-# - Choose the batch sizes that you will serve, and pad each batch to one of these sizes. Make one call with each size
-#   before the first request.
+# - Before the first request, make one call with each batch size that you will serve.
 #
 # Then call `torch.compiler.set_stance("fail_on_recompile")`. From then on, another compilation is an error.
 # <!-- tests/notebooks/test_18_inference_and_export.py -->
@@ -283,8 +281,9 @@ else:
 # %% [markdown]
 # ## Eight bits and fewer
 #
-# Weights in eight bits take about half the memory of weights in bf16. Here `quantize` rounds the weights and returns
-# them in fp32, so we see only the effect of the rounding. *Rowwise* means one scale for each row of weights:
+# Weights in eight bits take about half the memory of weights in bf16. Here `quantize` divides the weights by scales,
+# rounds them, and returns them in fp32, so we see only the effect of the rounding. *Rowwise* means one scale for all
+# weights of one output:
 
 # %% tags=["nbval-ignore-output"]
 far = {}

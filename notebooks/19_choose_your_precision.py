@@ -104,8 +104,10 @@ print("T4, a model trained in bf16:", choose(turing, "infer", trained_in="bf16")
 # - **bf16** wherever bf16 is fast. bf16 has nearly the range of fp32, so you can train without a scaler.
 # - **fp16** where only fp16 is fast. To train in fp16, use a scaler. For a model that was trained in bf16, [check
 #   the values first](#Trained-in-bf16,-on-a-GPU-without-it).
-# - **fp32** where neither is fast. Where accuracy matters more than speed, such as in a solver, use fp32 with
-#   [TF32](#What-fp32-means) off.
+# - **fp32** where neither is fast.
+#
+# For work in which accuracy matters more than speed, such as a solver, `choose` returns fp32 with
+# [TF32](#What-fp32-means) off.
 #
 # For training in 16 bits, use autocast and keep the weights in fp32. For inference in 16 bits, cast fp32 weights once.
 #
@@ -137,12 +139,14 @@ print("T4, a model trained in bf16:", choose(turing, "infer", trained_in="bf16")
 # convolutions and for matmuls:
 #
 # - **Convolutions**: PyTorch's default allows TF32. `torch.backends.cudnn.allow_tf32 = False` turns TF32 off.
-# - **Matmuls**: PyTorch's default, `"highest"`, means fp32.
+# - **Matmuls**: PyTorch's default does not allow TF32. The function
 #   [`torch.set_float32_matmul_precision`](https://docs.pytorch.org/docs/stable/generated/torch.set_float32_matmul_precision.html)
-#   allows a lower precision. On NVIDIA GPUs, `"high"` and `"medium"` both allow TF32. On a CPU, `"medium"` allows bf16.
+#   accepts `"highest"` (the default), `"high"` and `"medium"`. On NVIDIA GPUs, `"high"` and `"medium"` both allow
+#   TF32. On a CPU, `"medium"` allows bf16.
 #   <!-- tests/notebooks/test_19_choose_your_precision.py -->
 #
-# The next cell prints what each value allows for matmuls on NVIDIA GPUs. `ieee` means fp32:
+# The next cell calls this function with each of the three, and prints what it allows for matmuls on NVIDIA GPUs.
+# `ieee` means fp32:
 
 
 # %%
@@ -173,10 +177,11 @@ torch.backends.cudnn.allow_tf32 = kept  # for the next cells; leave this line ou
 # %% [markdown]
 # ### Old and new settings
 #
-# Change only two old settings: `torch.set_float32_matmul_precision` for matmuls, and `torch.backends.cudnn.allow_tf32`
-# for convolutions. If you change a new setting, such as `torch.backends.cuda.matmul.fp32_precision`, code that reads
-# an old setting [can get an error](08h_compile_and_processes.ipynb#TF32-is-set-in-the-old-and-in-the-new-way).
-# Lightning, for example, [reads an old setting](https://github.com/Lightning-AI/pytorch-lightning/issues/21256).
+# PyTorch has two sets of settings for TF32. The cells above use the old ones, `torch.set_float32_matmul_precision` and
+# `torch.backends.cudnn.allow_tf32`. The names of the new ones end in `fp32_precision`. Set the old ones: if your code
+# sets a new one, code that reads an old one [can get an
+# error](08h_compile_and_processes.ipynb#TF32-is-set-in-the-old-and-in-the-new-way). Lightning, for example, [reads an
+# old setting](https://github.com/Lightning-AI/pytorch-lightning/issues/21256).
 # <!-- tests/notebooks/test_19_choose_your_precision.py -->
 #
 # ## Trained in bf16, on a GPU without it
@@ -209,10 +214,11 @@ assert not in_fp16.isfinite().all()
 #
 # If a value is too large, run the model in fp32, or use one of two remedies:
 #
-# - **Run the layers that compute or receive large values in fp32.** Cast their weights to fp32, and cast around them:
-#   `y = these_layers(x.float()).half()`.
-# - **Scale the weights of two linear layers** as in [exercise 4](#4.-Make-it-fit) if a ReLU is between these layers.
-#   With a GELU, the outputs would change. The second weight must still fit in fp16. <!--
+# - **Run the layers that compute or receive large values in fp32.** Cast their weights to fp32, cast their input to
+#   fp32, and cast their output back to fp16: `y = these_layers(x.float()).half()`. The output must fit into fp16.
+# - **Divide the weight and the bias of one linear layer by a factor, and multiply the weight of the next linear layer
+#   by it**, as in [exercise 4](#4.-Make-it-fit). This works if only a ReLU is between the two layers. With a GELU, the
+#   outputs would change. The multiplied weight must still fit in fp16. <!--
 #   tests/notebooks/test_19_choose_your_precision.py -->
 #
 # ## What other frameworks call it
