@@ -165,7 +165,7 @@ def mean_loss(loss):
 
 
 def bf16_hook(group, bucket):
-    """PyTorch's own hook, wrapped because CPU-only builds refuse it by its name."""
+    """PyTorch's hook under another name: CPU-only builds refuse the name `bf16_compress_hook`."""
     return default_hooks.bf16_compress_hook(group, bucket)
 
 
@@ -282,8 +282,8 @@ def try_all(config, setups, device_type):
 
 
 # %% [markdown]
-# Before you run this: will the losses on several processes be nearer to those of one process in fp32 or in bf16? We
-# compare runs of the same precision.
+# We compare each set-up with one process in the same precision. Before you run this: will the losses be closer in fp32
+# or in bf16?
 
 # %% tags=["nbval-ignore-output"]
 TOLERANCES = {"fp32": 2.0**-14, "bf16": 2.0**-6}
@@ -395,8 +395,8 @@ assert decided[0]["DDP", "gradient"][1] == []
 # - **DDP** averages the gradients. If one rank's gradients have inf or NaN, the average has inf or NaN on all ranks.
 # - **FSDP2**: `unscale_` combines the overflow flags of all ranks, so all scalers make the same decision.
 #
-# The ranks disagree only with DDP and an infinity in rank 1's gradient, which we wrote there after the average. DDP
-# itself leaves the same gradients on all ranks. So use the ordinary `GradScaler` with DDP and FSDP2.
+# The ranks disagree only in one case: under DDP, if we change rank 1's gradient after the average. If your loop does
+# not do this, the ordinary `GradScaler` works with DDP and FSDP2.
 #
 # If you average gradients yourself, **average them before `unscale_`**. Otherwise, only the rank with the overflow
 # skips its step, and the other ranks update their weights with an average that has inf or NaN. <!--

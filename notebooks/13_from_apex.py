@@ -89,7 +89,7 @@ assert torch.equal(today, as_apex_did)
 #
 # ## What an optimization level was
 #
-# A level set [these
+# Each level had [these
 # options](https://github.com/NVIDIA/apex/blob/e13873debc4699d39c6861074b9a3b2a02327f92/apex/amp/frontend.py):
 #
 # | | O0 | O1 | O2 | O3 |
@@ -175,7 +175,7 @@ check_close(runs["autocast"], runs["O2"], tolerance=2**-9)  # 4 rounding errors 
 assert runs["autocast"].losses != runs["O2"].losses
 
 # %% [markdown]
-# The losses are close, but not equal, because Apex [copied the master weights from fp16
+# The losses are close, but not equal. In `amp.initialize`, Apex [copied the master weights from fp16
 # weights](https://github.com/NVIDIA/apex/blob/e13873debc4699d39c6861074b9a3b2a02327f92/apex/amp/_process_optimizer.py),
 # which are rounded.
 #
@@ -311,9 +311,9 @@ assert wrong_scaler.get_scale() == 65536
 #
 # ## Let a tool do it (optional)
 #
-# `amp-lab migrate PATH --write` rewrites files and notebooks: old names of torch, and those optimizers and layers of
-# Apex for which torch has an exact equivalent. The command also reports what you have to change by hand, for example
-# [`amp.initialize`](../docs/migrate.md#apex).
+# In files and notebooks, `amp-lab migrate PATH --write` rewrites old names of torch, and those optimizers and layers
+# of Apex for which torch has an exact equivalent. The command also reports what you have to change by hand, for
+# example [`amp.initialize`](../docs/migrate.md#apex).
 # <!-- tests/migrate/test_files.py, tests/migrate/test_apex.py -->
 #
 # This old program relies on the old default dtypes and on the old order of arguments:
@@ -369,8 +369,8 @@ INTERVAL = 6
 whole = train_and_save("O1", batches, new_model(device), PATH, INTERVAL)
 
 # %% [markdown]
-# We translate the scaler's state. Both scalers count the steps since the scale last grew or an overflow lowered it:
-# Apex in `unskipped`, `GradScaler` in `_growth_tracker`.
+# We translate the scaler's state. Both scalers count the steps since the last change of the scale. Apex calls this
+# count `unskipped`, and `GradScaler` calls it `_growth_tracker`.
 
 
 # %%

@@ -165,10 +165,10 @@ assert at_100["mxfp4"] < at_100["nvfp4"] < alone["nvfp4"] - 5
 # | *dgrad*, the gradient of `x` | `grad @ weight` | (rows, out) @ (out, in) |
 # | *wgrad*, the gradient of `weight` | `grad.T @ x` | (out, rows) @ (rows, in) |
 #
-# A matmul multiplies the rows of the left matrix by the columns of the right matrix, and adds the products. The values
-# of a block must belong to the same sum. So [each
-# block](https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf) lies in a row of the
-# left matrix or in a column of the right matrix. Only these two matrices are rounded. The rest is computed in fp32.
+# A matmul multiplies the rows of the left matrix by the columns of the right matrix, and adds the products. Each block
+# is [a part of such a row or
+# column](https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf). Only these two
+# matrices are rounded. The rest is computed in fp32.
 
 
 # %%
@@ -271,8 +271,8 @@ _ = figures.loss_from_fp32(losses)
 
 # %% [markdown]
 # The figure shows the smoothed difference between the loss in each format and the fp32 loss with the same seed. Each
-# line is the mean over three seeds, and the bars show their range. The grey band is the range of the fp32 losses
-# around their mean.
+# line is the mean over three seeds, and the bars show their range. The grey band shows how far the seeds differ in
+# fp32.
 #
 # In `fp8` and `mxfp8`, the model learns as well as in fp32. In the four-bit formats, the loss is slightly higher.
 # Without a scale, the loss is much higher, as the next cell asserts:
@@ -317,8 +317,8 @@ assert all(found.verdict == "accurate enough in one step" for found in report.fo
 report
 
 # %% [markdown]
-# A star marks a layer that you should leave in 16 bits. The list under *Look at* gives the reasons: values that become
-# 0, an outlier or, for the head (`token.weight`, which is also the embedding), its [output
+# A star marks a layer that you should leave in 16 bits. The list under *Look at* gives the reasons, such as an
+# outlier. The reason for the head, `token.weight`, is its [output
 # size](08g_speed_and_memory.ipynb#A-size-is-not-a-multiple-of-16-or-8).
 # <!-- tests/formats/test_rehearsal.py -->
 #
@@ -355,7 +355,7 @@ def to_fp8(values):
 
 
 (a8, scale_a), (b8, scale_b) = to_fp8(a), to_fp8(b)
-# `F.scaled_mm` is its public form, which a CPU does not have in torch 2.11.
+# The public function, `F.scaled_mm`, does not run on a CPU in torch 2.11.
 real = torch._scaled_mm(a8, b8.T, scale_a, scale_b, out_dtype=torch.bfloat16)
 simulated = quantize(a, "fp8") @ quantize(b, "fp8").T
 off = ((real.float() - simulated).norm() / simulated.norm()).item()

@@ -258,8 +258,8 @@ for cured in ("bf16, stochastic", "bf16, Kahan", "bf16, masters"):
     assert lag < 0.1 * (min(at_the_end(losses["bf16, nearest"])) - of_fp32)
 
 # %% [markdown]
-# The figure shows the loss in bf16 minus the fp32 loss with the same seed: a line for the mean over the seeds, and
-# bars for their range. The grey band is the range of the losses in fp32 around their mean.
+# The figure shows the loss in bf16 minus the fp32 loss with the same seed. Each line is the mean over three seeds, and
+# the bars show the range. The grey band shows how far the seeds differ in fp32.
 #
 # Here, with rounding to nearest, the network with bf16 weights learns far more slowly than in fp32. With the
 # three other ways it learns about as fast as in fp32.
@@ -337,7 +337,7 @@ for name in ("8 bits, no 0", "4 bits, no 0"):
 
 # %% [markdown]
 # Here, the loss becomes NaN in the format with 0. In the formats without 0, the final loss is near the fp32 loss. Why?
-# We square one gradient, and count how many squares the format with 0 stores as 0:
+# We square the gradient of one layer. Then we count how many squares become 0 in the format with 0:
 
 # %% tags=["nbval-ignore-output"]
 torch.manual_seed(0)

@@ -105,15 +105,15 @@ result
 #   updates](16_low_precision_state.ipynb#Weights-in-bf16).
 # - **bf16 for generation**, without autocast, and for the base of [LoRA](#Fine-tune-with-LoRA).
 #
-# Do not load in fp32 and then call `model.to(torch.bfloat16)`, because this also casts the buffers. A Llama model
-# keeps the rates of its rotations in a buffer. In bf16, they give [wrong positions in long
+# Do not call `model.to(torch.bfloat16)` instead. It also casts the buffers, which `from_pretrained` leaves in fp32. A
+# Llama model keeps the rates of its rotations in a buffer. In bf16, these rates give [wrong positions in long
 # texts](08b_learning.ipynb#Positions-or-counts-are-wrong-beyond-256).
 # <!-- tests/notebooks/test_17_language_model.py -->
 #
 # ### One dtype for q, k and v
 #
-# If our model did not cast q and k after the rotation, they would be in fp32, and v in bf16. Under autocast, PyTorch
-# casts all three to one dtype. Outside autocast, attention raises an error:
+# Without the cast after the rotation, q and k would be in fp32, and v in bf16. Under autocast, this is no problem,
+# because PyTorch casts all three to one dtype. Without autocast, such q, k and v raise an error:
 
 # %%
 q, v = torch.randn(1, 2, 8, 16), torch.randn(1, 2, 8, 16).bfloat16()
@@ -277,9 +277,8 @@ assert after < before - 0.03
 #
 # Merging stores the sum of the weight and the update. In bf16, each value of the sum is rounded.
 #
-# How many values change depends on the size of the update. As an example, we scale the update of one layer so that its
-# norm is a thousandth of the weight's norm. Before you run this: if we merge in bf16, how many of the layer's values
-# will stay the same?
+# As an example, we scale the update of one layer so that its norm is a thousandth of the weight's norm. Before you run
+# this: if we merge in bf16, how many of the layer's values will stay the same?
 
 # %% tags=["nbval-ignore-output"]
 layer = adapted.blocks[1].up

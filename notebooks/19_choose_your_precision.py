@@ -178,10 +178,10 @@ torch.backends.cudnn.allow_tf32 = kept  # for the next cells; leave this line ou
 # ### Old and new settings
 #
 # PyTorch has two sets of settings for TF32. The cells above use the old ones, `torch.set_float32_matmul_precision` and
-# `torch.backends.cudnn.allow_tf32`. The names of the new ones end in `fp32_precision`. Set the old ones: if your code
-# sets a new one, code that reads an old one [can get an
-# error](08h_compile_and_processes.ipynb#TF32-is-set-in-the-old-and-in-the-new-way). Lightning, for example, [reads an
-# old setting](https://github.com/Lightning-AI/pytorch-lightning/issues/21256).
+# `torch.backends.cudnn.allow_tf32`. The names of the new ones end in `fp32_precision`. Use the old settings. If you
+# change a new setting, a library that reads an old setting, such as
+# [Lightning](https://github.com/Lightning-AI/pytorch-lightning/issues/21256), [can get an
+# error](08h_compile_and_processes.ipynb#TF32-is-set-in-the-old-and-in-the-new-way).
 # <!-- tests/notebooks/test_19_choose_your_precision.py -->
 #
 # ## Trained in bf16, on a GPU without it
@@ -214,8 +214,9 @@ assert not in_fp16.isfinite().all()
 #
 # If a value is too large, run the model in fp32, or use one of two remedies:
 #
-# - **Run the layers that compute or receive large values in fp32.** Cast their weights to fp32, cast their input to
-#   fp32, and cast their output back to fp16: `y = these_layers(x.float()).half()`. The output must fit into fp16.
+# - **Run some layers in fp32**: those that compute large values, and those that receive them. Cast their weights to
+#   fp32, cast their input to fp32, and cast their output back to fp16: `y = these_layers(x.float()).half()`. The
+#   output must fit into fp16.
 # - **Divide the weight and the bias of one linear layer by a factor, and multiply the weight of the next linear layer
 #   by it**, as in [exercise 4](#4.-Make-it-fit). This works if only a ReLU is between the two layers. With a GELU, the
 #   outputs would change. The multiplied weight must still fit in fp16. <!--
@@ -223,11 +224,12 @@ assert not in_fp16.isfinite().all()
 #
 # ## What other frameworks call it
 #
-# The frameworks in this section have three kinds of settings:
+# The name of a setting tells what it does:
 #
-# - **Mixed**, such as `bf16-mixed`, usually means autocast.
-# - **True**, such as `bf16-true`, means that the weights are cast.
-# - **Neither word**: `bf16` in transformers usually means mixed. `bfloat16` in Keras means true.
+# - With **mixed** in its name, such as `bf16-mixed`, it usually means autocast.
+# - With **true** in its name, such as `bf16-true`, it means that the weights are cast.
+# - With neither word, it can mean either: `bf16` in transformers usually means autocast, and `bfloat16` in Keras means
+#   that the weights are in bf16.
 #
 # To see what a setting does, we look at the dtypes in a training step, first without a framework:
 
@@ -359,7 +361,7 @@ exercises.check_cases(answers)
 #
 # `product(a, b)` multiplies two fp32 tensors of shape (1, 1), and may round them first. Complete `bits_left`:
 #
-# 1. Find the largest k for which the product of 1 + 2^-k and 1 is still more than 1.
+# 1. Multiply 1 + 2^-k by 1, for k = 1, 2, 3 and so on. Find the largest k with a product of more than 1.
 # 2. Return how many significant bits an input keeps.
 
 
