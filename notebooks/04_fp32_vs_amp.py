@@ -151,7 +151,7 @@ with Precision.FP32.float32_mode("cpu"):
 
 # %% [markdown]
 # `describe_device` times a matmul in each precision. We will compare FP32 with each precision that is clearly faster.
-# If none is faster, we will compare FP32 with bf16.
+# If none is, we will compare FP32 with bf16.
 # <!-- tests/core/test_device.py -->
 
 # %% tags=["nbval-ignore-output"]
@@ -233,8 +233,9 @@ for picture in pictures.values():
 # 3. If other programs disturb too many rounds, `compare` marks the result as *not reliable*.
 # <!-- tests/core/test_timing.py -->
 #
-# `is_possible` checks whether a time can be true. It compares the floating-point operations (FLOP) per second of a
-# step with those of the matmul that `describe_device` timed. If the step does many more, its time is wrong.
+# `is_possible` checks whether a time can be true. For example, it compares the floating-point operations (FLOP) per
+# second of a step with those of the matmul that `describe_device` timed. If the step does many more, its time is
+# wrong.
 # <!-- tests/notebooks/test_04_fp32_vs_amp.py -->
 #
 # Before you run this: how much faster do you expect the step to be in 16 bits?

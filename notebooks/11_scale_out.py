@@ -335,9 +335,9 @@ _ = figures.sent_bytes(bars, most)
 # | FSDP2, bf16, reduce in fp32 | about 1/4 + 1/4 + 1/2 | bf16 halves the two all-gathers |
 # | FSDP2, bf16, reduce in bf16 | about 3 x 1/4 | bf16 halves the reduce-scatter too |
 #
-# **Send weights in bf16, and sum gradients in fp32.** The layers need bf16 weights for their matmuls anyway, so
-# sending the weights in bf16 loses no precision. But in [the first cell](#The-idea-in-five-lines), a sum in bf16 lost
-# more precision with more ranks.
+# **Send weights in bf16, and sum gradients in fp32.** The layers compute with bf16 weights anyway, so sending the
+# weights in bf16 loses no more precision. But in [the first cell](#The-idea-in-five-lines), a sum in bf16 lost more
+# precision with more ranks.
 
 # %%
 sent = {name: sum(size for *_, size in parts) for name, parts in bars.items()}

@@ -311,9 +311,9 @@ assert wrong_scaler.get_scale() == 65536
 #
 # ## Let a tool do it (optional)
 #
-# In files and notebooks, `amp-lab migrate PATH --write` rewrites old names of torch, and those optimizers and layers
-# of Apex for which torch has an exact equivalent. The command also reports what you have to change by hand, for
-# example [`amp.initialize`](../docs/migrate.md#apex).
+# In files and notebooks, `amp-lab migrate PATH --write` rewrites old names of torch, and those optimizers, layers and
+# functions of Apex for which torch has an exact equivalent. The command also reports what you have to change by hand,
+# for example [`amp.initialize`](../docs/migrate.md#apex).
 # <!-- tests/migrate/test_files.py, tests/migrate/test_apex.py -->
 #
 # This old program relies on the old default dtypes and on the old order of arguments:

@@ -165,10 +165,9 @@ assert at_100["mxfp4"] < at_100["nvfp4"] < alone["nvfp4"] - 5
 # | *dgrad*, the gradient of `x` | `grad @ weight` | (rows, out) @ (out, in) |
 # | *wgrad*, the gradient of `weight` | `grad.T @ x` | (out, rows) @ (rows, in) |
 #
-# A matmul multiplies the rows of the left matrix by the columns of the right matrix, and adds the products. Each block
-# is [a part of such a row or
-# column](https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf). Only these two
-# matrices are rounded. The rest is computed in fp32.
+# A matmul multiplies the rows of the left matrix by the columns of the right matrix, and adds the products. As in the
+# [MX standard](https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf), each block is a
+# part of such a row or column. Only these two matrices are rounded. The rest is computed in fp32.
 
 
 # %%

@@ -143,7 +143,7 @@ class Adam:
 #
 # A bf16 number is the upper 16 bits of an fp32 number. `stochastic` adds a random number to the lower 16 bits, and
 # then cuts them off. The larger the lower bits are, the more often the addition carries into the upper bits, so that
-# the number is rounded up.
+# the number is rounded away from 0.
 # <!-- code -->
 
 

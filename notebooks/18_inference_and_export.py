@@ -282,8 +282,8 @@ else:
 # ## Eight bits and fewer
 #
 # Weights in eight bits take about half the memory of weights in bf16. Here `quantize` divides the weights by scales,
-# rounds them, and returns them in fp32, so we see only the effect of the rounding. *Rowwise* means one scale for all
-# weights of one output:
+# rounds them, and multiplies them by the scales again, so we see only the effect of the rounding. *Rowwise* means one
+# scale for all weights of one output:
 
 # %% tags=["nbval-ignore-output"]
 far = {}

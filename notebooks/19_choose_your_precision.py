@@ -177,9 +177,9 @@ torch.backends.cudnn.allow_tf32 = kept  # for the next cells; leave this line ou
 # %% [markdown]
 # ### Old and new settings
 #
-# PyTorch has two sets of settings for TF32. The cells above use the old ones, `torch.set_float32_matmul_precision` and
-# `torch.backends.cudnn.allow_tf32`. The names of the new ones end in `fp32_precision`. Use the old settings. If you
-# change a new setting, a library that reads an old setting, such as
+# PyTorch has old and new settings for TF32. The cells above set two old ones, `torch.set_float32_matmul_precision` and
+# `torch.backends.cudnn.allow_tf32`. The names of the new ones end in `fp32_precision`. Change only the two old ones.
+# If you change a new setting, a library that reads an old setting, such as
 # [Lightning](https://github.com/Lightning-AI/pytorch-lightning/issues/21256), [can get an
 # error](08h_compile_and_processes.ipynb#TF32-is-set-in-the-old-and-in-the-new-way).
 # <!-- tests/notebooks/test_19_choose_your_precision.py -->
