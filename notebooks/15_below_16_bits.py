@@ -165,9 +165,9 @@ assert at_100["mxfp4"] < at_100["nvfp4"] < alone["nvfp4"] - 5
 # | *dgrad*, the gradient of `x` | `grad @ weight` | (rows, out) @ (out, in) |
 # | *wgrad*, the gradient of `weight` | `grad.T @ x` | (out, rows) @ (rows, in) |
 #
-# A matmul multiplies the rows of the left matrix by the columns of the right matrix, and adds the products. As in the
-# [MX standard](https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf), each block is a
-# part of such a row or column. Only these two matrices are rounded. The rest is computed in fp32.
+# We round the two matrices of each matmul, and compute the rest in fp32. As in the [MX
+# standard](https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf), the blocks of the
+# left matrix lie in its rows, and the blocks of the right matrix lie in its columns.
 
 
 # %%
@@ -316,9 +316,8 @@ assert all(found.verdict == "accurate enough in one step" for found in report.fo
 report
 
 # %% [markdown]
-# A star marks a layer that you should leave in 16 bits. The list under *Look at* gives the reasons, such as an
-# outlier. The reason for the head, `token.weight`, is its [output
-# size](08g_speed_and_memory.ipynb#A-size-is-not-a-multiple-of-16-or-8).
+# A star marks a layer that you should leave in 16 bits. The list under *Look at* gives the reasons, such as an outlier
+# or the [output size](08g_speed_and_memory.ipynb#A-size-is-not-a-multiple-of-16-or-8) of the layer.
 # <!-- tests/formats/test_rehearsal.py -->
 #
 # The two *error* rows compare one step of the whole model with fp32. In this step, only the layers without a star are
@@ -404,8 +403,8 @@ for fast in (True, False):
 # [CUTLASS](https://github.com/NVIDIA/cutlass/blob/main/media/docs/cpp/blackwell_functionality.md),
 # and [AMD](https://rocm.docs.amd.com/en/latest/reference/precision-support.html).
 #
-# MI300 uses *fnuz*, variants of E4M3 and E5M2. A number in fnuz is usually half of what the same bits mean in E4M3 or
-# E5M2, so [convert FP8 checkpoints](../docs/quantized.md#does-an-fp8-checkpoint-work-on-an-mi300-fnuz).
+# MI300 uses *fnuz*, other variants of E4M3 and E5M2, so [convert FP8
+# checkpoints](../docs/quantized.md#does-an-fp8-checkpoint-work-on-an-mi300-fnuz).
 #
 # ## Summary
 #

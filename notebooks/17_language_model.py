@@ -99,7 +99,9 @@ result
 # **Call `.float()` on the logits** before the loss, as `lm.loss_of` does. [Notebook
 # 09](09_xray_your_model.ipynb#The-surprise-in-cross-entropy) shows why.
 #
-# **With the transformers library, choose the dtype when you load a model**: `from_pretrained(…, dtype=…)`.
+# ### The dtype of a pretrained model
+#
+# With the transformers library, choose the dtype when you load a model: `from_pretrained(…, dtype=…)`.
 #
 # - **fp32 for full fine-tuning**, with autocast. bf16 weights [can lose small
 #   updates](16_low_precision_state.ipynb#Weights-in-bf16).
@@ -167,7 +169,8 @@ print(f"logits: {values * 2 / 2**30:.1f} GiB in bf16, {values * 4 / 2**30:.1f} G
 assert 3.9 < values * 2 / 2**30 < 4
 
 # %% [markdown]
-# In eager mode, the backward pass needs several fp32 tensors of this size, such as the log-softmax and its gradient.
+# In eager mode, the backward pass needs several tensors of the size of the fp32 logits, such as the log-softmax and
+# its gradient.
 # <!-- tests/notebooks/test_17_language_model.py -->
 #
 # To save memory, compute the loss **in chunks** of tokens, and checkpoint each chunk. The backward pass then recomputes
@@ -213,7 +216,7 @@ print(f"fp32 logits: {1024 * 8000 * 4 / 2**20:.1f} MiB, one chunk: {64 * 8000 * 
 # - **fp32 for the adapters**, because bf16 [can lose small updates](16_low_precision_state.ipynb#Weights-in-bf16). By
 #   default, peft creates fp32 adapters for a 16-bit base.
 #
-# Our layer casts the input and the output of the adapter:
+# The next class is a linear layer with an adapter:
 # <!-- tests/notebooks/test_17_language_model.py -->
 
 
