@@ -105,11 +105,9 @@ result
 #
 # - **fp32 for full fine-tuning**, with autocast. bf16 weights [can lose small
 #   updates](16_low_precision_state.ipynb#Weights-in-bf16).
-# - **bf16 for generation**, without autocast, and for the base of [LoRA](#Fine-tune-with-LoRA).
+# - **bf16 for generation**, without autocast.
+# - **bf16 for the frozen base** of [LoRA](#Fine-tune-with-LoRA).
 #
-# Do not call `model.to(torch.bfloat16)` instead. It also casts the buffers, which `from_pretrained` leaves in fp32. A
-# Llama model keeps the rates of its rotations in a buffer. In bf16, these rates give [wrong positions in long
-# texts](08b_learning.ipynb#Positions-or-counts-are-wrong-beyond-256).
 # <!-- tests/notebooks/test_17_language_model.py -->
 #
 # ### One dtype for q, k and v
@@ -213,8 +211,8 @@ print(f"fp32 logits: {1024 * 8000 * 4 / 2**20:.1f} MiB, one chunk: {64 * 8000 * 
 # is added to the weight. Use these dtypes:
 #
 # - **bf16 for the frozen base**;
-# - **fp32 for the adapters**, because bf16 [can lose small updates](16_low_precision_state.ipynb#Weights-in-bf16). By
-#   default, peft creates fp32 adapters for a 16-bit base.
+# - **fp32 for the adapters**, because in bf16 small steps of the optimizer [can be
+#   lost](16_low_precision_state.ipynb#Weights-in-bf16). By default, peft creates fp32 adapters for a 16-bit base.
 #
 # The next class is a linear layer with an adapter:
 # <!-- tests/notebooks/test_17_language_model.py -->
@@ -345,7 +343,8 @@ assert abs(in_bf16 - in_fp32) < 0.01
 #   residual stream are [fp32](#Where-fp32-comes-in).
 # - Cast the logits to fp32 for the loss: `.float()`. Over a large vocabulary, compute the loss in
 #   chunks.
-# - Load a model in the dtype that you want, and do not cast it afterwards.
+# - Load a model in the dtype that you want, and [do not cast it
+#   afterwards](08b_learning.ipynb#Positions-or-counts-are-wrong-beyond-256).
 # - LoRA: keep the frozen base in bf16 and the adapters in fp32. If you merge, merge into an fp32 copy of the base.
 # - At near ties, texts can diverge if the precision or the batch size differs. Compare models by their loss.
 #
