@@ -241,8 +241,7 @@ print(f"seeds differ by up to {100 * spread:.1f} points, standard error {100 * e
 
 # %% [markdown]
 # Here, the precisions differ in accuracy about as much as the seeds do. The difference between the precisions is
-# smaller than our yardstick (the spread plus two standard errors), so it does not count. A real difference of a few
-# points would not count either, because the yardstick is larger.
+# smaller than our yardstick (the spread plus two standard errors), so it does not count.
 #
 # ## Find the slow layers
 #
@@ -263,7 +262,7 @@ assert amp.dtype in (torch.float16, torch.bfloat16)
 
 
 def in_mode(precision, function):
-    """Wrap the function: each call turns TF32 off for FP32, and on for TF32."""
+    """Wrap the function, so that it runs with the TF32 setting of the precision."""
 
     def call():
         with precision.float32_mode(device.type):

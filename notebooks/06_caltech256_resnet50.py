@@ -193,9 +193,9 @@ for precision in precisions:
 #
 # ## Count the memory of a step
 #
-# We count bytes with a [`TorchDispatchMode`](https://docs.pytorch.org/docs/stable/notes/extending.html). Inside a
-# `with` block of this mode, PyTorch calls a method of the mode for the operations that run. The method can inspect the
-# tensors that an operation returns. Our mode does two things:
+# We count bytes with a [`TorchDispatchMode`](https://docs.pytorch.org/docs/stable/notes/extending.html). Inside its
+# `with` block, PyTorch passes the operations to a method of the mode. The method runs each operation and can inspect
+# the result. Our mode does two things:
 #
 # 1. It keeps a dictionary of the *storages* (blocks of memory) of these tensors. When a storage is
 #    freed, its entry disappears.

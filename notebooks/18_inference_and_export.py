@@ -242,8 +242,8 @@ assert program.module()(x).dtype is torch.float32
 
 # %% [markdown]
 # The program computes in fp32, because `torch.export` does not record an autocast block around the call. For a program
-# in bf16, **cast the model first**. We export our bf16 model, save the program and load it again. With `Dim.AUTO` and
-# an example of two or more images, the program accepts any batch size:
+# in bf16, **cast the model first**. We export our bf16 model, save the program and load it again. `Dim.AUTO` lets the
+# program accept any batch size. For this, the example must contain at least two images:
 # <!-- tests/notebooks/test_18_inference_and_export.py -->
 
 # %% tags=["nbval-ignore-output"]
@@ -281,9 +281,9 @@ else:
 # %% [markdown]
 # ## Eight bits and fewer
 #
-# Weights in eight bits take about half the memory of weights in bf16. Here `quantize` divides the weights by scales,
-# rounds them, and multiplies them by the scales again, so we see only the effect of the rounding. *Rowwise* means one
-# scale for all weights of one output:
+# Weights in eight bits take about half the memory of weights in bf16. Here `quantize` rounds the weights and returns
+# them in fp32, so we see only the effect of the rounding. In a *rowwise* format, all weights of one output share a
+# [scale](15_below_16_bits.ipynb#The-idea-in-five-lines):
 
 # %% tags=["nbval-ignore-output"]
 far = {}

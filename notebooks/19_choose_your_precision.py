@@ -179,9 +179,9 @@ torch.backends.cudnn.allow_tf32 = kept  # for the next cells; leave this line ou
 #
 # PyTorch has old and new settings for TF32. The cells above set two old ones, `torch.set_float32_matmul_precision` and
 # `torch.backends.cudnn.allow_tf32`. The names of the new ones end in `fp32_precision`. Change only the two old ones.
-# If you change a new setting, a library that reads an old setting, such as
-# [Lightning](https://github.com/Lightning-AI/pytorch-lightning/issues/21256), [can get an
+# If you change a new setting, libraries that read an old one [can get an
 # error](08h_compile_and_processes.ipynb#TF32-is-set-in-the-old-and-in-the-new-way).
+# [Lightning](https://github.com/Lightning-AI/pytorch-lightning/issues/21256) reads an old one.
 # <!-- tests/notebooks/test_19_choose_your_precision.py -->
 #
 # ## Trained in bf16, on a GPU without it
@@ -218,8 +218,8 @@ assert not in_fp16.isfinite().all()
 #   fp32, cast their input to fp32, and cast their output back to fp16: `y = these_layers(x.float()).half()`. The
 #   output must fit into fp16.
 # - **Divide the weight and the bias of one linear layer by a factor, and multiply the weight of the next linear layer
-#   by it**, as in [exercise 4](#4.-Make-it-fit). This works if only a ReLU is between the two layers. With a GELU, the
-#   outputs would change. The multiplied weight must still fit in fp16. <!--
+#   by the same factor**, as in [exercise 4](#4.-Make-it-fit). This works if only a ReLU is between the two layers.
+#   With a GELU, the outputs would change. The multiplied weight must still fit in fp16. <!--
 #   tests/notebooks/test_19_choose_your_precision.py -->
 #
 # ## What other frameworks call it
