@@ -262,7 +262,7 @@ assert amp.dtype in (torch.float16, torch.bfloat16)
 
 
 def in_mode(precision, function):
-    """Wrap the function, so that it runs with the TF32 setting of the precision."""
+    """Wrap the function: for FP32, each call turns TF32 off."""
 
     def call():
         with precision.float32_mode(device.type):

@@ -195,7 +195,7 @@ for precision in precisions:
 #
 # We count bytes with a [`TorchDispatchMode`](https://docs.pytorch.org/docs/stable/notes/extending.html). Inside its
 # `with` block, PyTorch passes the operations to a method of the mode. The method runs each operation and can inspect
-# the result. Our mode does two things:
+# the tensors that the operation returns. Our mode does two things:
 #
 # 1. It keeps a dictionary of the *storages* (blocks of memory) of these tensors. When a storage is
 #    freed, its entry disappears.

@@ -158,7 +158,7 @@ assert table["O0"] == table["fp32 today"]
 SAME = 0 if device.type == "cpu" else 2**-9
 check_close(runs["fp32 today"], runs["O0"], SAME)
 check_close(runs["autocast"], runs["O1"], SAME)
-assert runs["O1"].scale == 2.0**13  # three steps skipped, in both
+assert runs["O1"].scale == 2.0**13  # it began at 2**16: three steps were skipped
 
 # %% [markdown]
 # At O1, `cross_entropy` cast its inputs to fp32. With autocast, cast the logits yourself:
@@ -184,7 +184,7 @@ assert runs["autocast"].losses != runs["O2"].losses
 # Today O3 is `model.half()` with fp16 inputs. Two problems follow:
 #
 # - Small weight updates are rounded away ([notebook 16](16_low_precision_state.ipynb)).
-# - Adam can divide by zero. To prevent this, Adam adds `eps=1e-8` to the divisor, but in fp16, 1e-8 becomes zero.
+# - Adam's `eps=1e-8` becomes zero, so Adam can divide by zero.
 #
 # We check that 1e-8 becomes zero, and train at O3 for three steps:
 
@@ -311,9 +311,8 @@ assert wrong_scaler.get_scale() == 65536
 #
 # ## Let a tool do it (optional)
 #
-# In files and notebooks, `amp-lab migrate PATH --write` rewrites old names of torch, and those optimizers, layers and
-# functions of Apex for which torch has an exact equivalent. The command also reports what you have to change by hand,
-# for example [`amp.initialize`](../docs/migrate.md#apex).
+# In files and notebooks, `amp-lab migrate PATH --write` rewrites old names of torch, and [parts of
+# Apex](../docs/migrate.md#apex). The command also reports what you have to change by hand.
 # <!-- tests/migrate/test_files.py, tests/migrate/test_apex.py -->
 #
 # This old program relies on the old default dtypes and on the old order of arguments:

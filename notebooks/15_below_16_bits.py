@@ -10,7 +10,7 @@
 # # Go below 16 bits with FP8, MX and NVFP4
 #
 # **What you'll do.** Round tensors to eight and four bits, with scales. Train a small GPT with rounded matmuls.
-# Measure the error of a model in four formats.
+# Measure the error of a model in two formats.
 #
 # **What you'll learn.**
 # - which numbers an eight-bit or four-bit format can represent, and why it needs a scale;

@@ -108,6 +108,8 @@ result
 # - **bf16 for generation**, without autocast.
 # - **bf16 for the frozen base** of [LoRA](#Fine-tune-with-LoRA).
 #
+# Do not cast the model afterwards: `model.to(torch.bfloat16)` [also casts
+# buffers](08b_learning.ipynb#Positions-or-counts-are-wrong-beyond-256) that should stay in fp32.
 # <!-- tests/notebooks/test_17_language_model.py -->
 #
 # ### One dtype for q, k and v
@@ -343,8 +345,7 @@ assert abs(in_bf16 - in_fp32) < 0.01
 #   residual stream are [fp32](#Where-fp32-comes-in).
 # - Cast the logits to fp32 for the loss: `.float()`. Over a large vocabulary, compute the loss in
 #   chunks.
-# - Load a model in the dtype that you want, and [do not cast it
-#   afterwards](08b_learning.ipynb#Positions-or-counts-are-wrong-beyond-256).
+# - Load a model in the dtype that you want, and do not cast it afterwards.
 # - LoRA: keep the frozen base in bf16 and the adapters in fp32. If you merge, merge into an fp32 copy of the base.
 # - At near ties, texts can diverge if the precision or the batch size differs. Compare models by their loss.
 #
