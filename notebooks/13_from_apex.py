@@ -53,7 +53,7 @@ fp16, bf16 = torch.float16, torch.bfloat16
 #
 # At [Apex's default level, O1](https://nvidia.github.io/apex/amp.html#properties), functions such as `F.linear`
 # first cast their inputs to fp16. We run a linear layer with these casts by hand, and then under autocast. Before
-# you run the cell: how many of the layer's 1024 outputs will differ?
+# you run the cell: how many of the outputs will differ?
 
 # %%
 torch.manual_seed(0)
@@ -161,9 +161,9 @@ check_close(runs["autocast"], runs["O1"], SAME)
 assert runs["O1"].scale == 2.0**13  # it began at 2**16: three steps were skipped
 
 # %% [markdown]
-# At O1, `cross_entropy` cast its inputs to fp32. With autocast, cast the logits yourself:
-# `F.cross_entropy(logits.float(), targets)`. Without `.float()`, autocast on CUDA can round an intermediate result to
-# fp16 ([notebook 09](09_xray_your_model.ipynb#The-surprise-in-cross-entropy) shows why).
+# A classifier needs one more change: write `F.cross_entropy(logits.float(), targets)`. O1 computed `cross_entropy` in
+# fp32, but autocast on CUDA [can round an intermediate result to
+# fp16](09_xray_your_model.ipynb#The-surprise-in-cross-entropy).
 #
 # ### O2: fp16 weights, fp32 masters
 #
@@ -447,7 +447,7 @@ exercises = checks_of("13_from_apex")
 # ### 1. Count bytes with momentum
 #
 # You train with SGD with momentum, which stores one fp32 value per parameter. How many bytes per parameter of a linear
-# layer did O2 need during the optimizer step? How many does autocast need?
+# layer did O2 need in training? How many does autocast need?
 
 # %%
 o2_bytes = ...

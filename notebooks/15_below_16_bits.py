@@ -125,8 +125,8 @@ _ = figures.sqnr_by_format(errors)
 # Without outliers, the SQNR is about 32 dB in formats with E4M3 elements (an error of 3 %), and 19 to 20 dB in formats
 # with E2M1 elements (about 10 %).
 #
-# With the outlier channel, the values that share a scale with an outlier lose accuracy, and some become zero. `fp8`
-# loses the most, about 22 dB, because all values share one scale.
+# With the outlier channel, all formats lose accuracy, and some values become zero. `fp8`, with one scale for the whole
+# tensor, loses the most: about 22 dB.
 #
 # The scales take memory, too. We print the bits per value, including the scales of the blocks:
 
@@ -165,9 +165,7 @@ assert at_100["mxfp4"] < at_100["nvfp4"] < alone["nvfp4"] - 5
 # | `grad_input` (*dgrad*), the gradient of `x` | `grad @ weight` | (rows, out) @ (out, in) |
 # | `grad_weight` (*wgrad*), the gradient of `weight` | `grad.T @ x` | (out, rows) @ (rows, in) |
 #
-# We round the two matrices of each matmul, and compute the rest in fp32. As in the [MX
-# standard](https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf), the blocks of the
-# left matrix lie in its rows, and the blocks of the right matrix lie in its columns.
+# We round the two matrices of each matmul, and compute the rest in fp32.
 
 
 # %%

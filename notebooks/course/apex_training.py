@@ -109,7 +109,7 @@ def dtypes(run):
         "batch norm": run.model[1].weight.dtype,
         "activations": run.model[0].output_dtype,
         "gradients": weight.grad.dtype,
-        "Adam updates": updated.dtype,
+        "Adam's params": updated.dtype,
         "Adam's state": run.optimizer.state[updated]["exp_avg"].dtype,
     }
     return {what: str(dtype).removeprefix("torch.") for what, dtype in found.items()}

@@ -1,5 +1,6 @@
 """Models that are taken through formats below 16 bits."""
 
+import dataclasses
 import itertools
 import json
 import re
@@ -291,8 +292,15 @@ def test_without_steps_gradients_may_be_half_off():
 def test_what_was_looked_at_without_steps_is_printed():
     text = str(rehearse(chain(64, 64), torch.randn(64, 64), loss_fn=mean_square, formats=("fp8",)))
     assert "fp8: accurate enough in one step." in text
-    assert re.search(r"gradients .* 50% .*loss .* 10%.*1\.5 times", text)
+    assert "the gradients differ from fp32 by at most 50% and the loss by at most 10%." in text
     assert "Learning was not tested" in text
+
+
+def test_the_printed_limits_are_1_5_times_the_errors_of_bf16_if_these_are_large():
+    found = rehearse(chain(64, 64), torch.randn(64, 64), loss_fn=mean_square, formats=("fp8",))
+    bf16 = TrainingReport("bf16", 6, 0, loss_off=-0.2, gradients_off=0.4)
+    text = str(dataclasses.replace(found, formats=[bf16, *found.formats[1:]]))
+    assert "the gradients differ from fp32 by at most 60% and the loss by at most 30%." in text
 
 
 def test_the_model_is_untouched_and_two_rehearsals_are_the_same():

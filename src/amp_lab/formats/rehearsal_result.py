@@ -82,13 +82,13 @@ class TrainingReport(FormatReport):
         if not math.isfinite(self.loss_off):
             return "its loss is not finite"
         # "not <=" instead of ">", so that gradients with NaN fail.
-        if not self.gradients_off <= max(_GRADIENTS_OFF, _TIMES_BF16 * bf16.gradients_off):
+        if not self.gradients_off <= _allowed(_GRADIENTS_OFF, bf16.gradients_off):
             return f"its gradients are off by {self.gradients_off:.0%}"
         if self.losses:
             if self._learns_as(bf16):
                 return "accurate enough"
             return "its last loss differs from that of bf16"
-        if abs(self.loss_off) <= max(_LOSS_OFF, _TIMES_BF16 * abs(bf16.loss_off)):
+        if abs(self.loss_off) <= _allowed(_LOSS_OFF, bf16.loss_off):
             return "accurate enough in one step"
         return f"its loss is off by {self.loss_off:+.0%}"
 
@@ -100,6 +100,13 @@ class TrainingReport(FormatReport):
         difference = statistics.mean(self.losses) - statistics.mean(bf16.losses)
         spread = max(_spread(self.losses), _spread(bf16.losses))
         return abs(difference) <= max(2 * spread, _LEARNED_OFF * abs(bf16.learned))
+
+
+def _allowed(error: float, of_bf16: float | None) -> float:
+    """The largest error that passes: `error`, or more if bf16 itself is far off."""
+    if of_bf16 is None:
+        return error
+    return max(error, _TIMES_BF16 * abs(of_bf16))
 
 
 def _spread(losses: list[float]) -> float:
@@ -128,10 +135,7 @@ class InferenceReport(FormatReport):
             return "its output and the fp32 output have different shapes"
         if not math.isfinite(self.output_off):
             return "its output is not finite"
-        allowed = OUTPUT_OFF
-        if bf16.output_off is not None:
-            allowed = max(allowed, _TIMES_BF16 * bf16.output_off)
-        if self.output_off > allowed:
+        if self.output_off > _allowed(OUTPUT_OFF, bf16.output_off):
             return f"its output is off by {self.output_off:.0%}"
         return "passes the check"
 
@@ -258,13 +262,12 @@ class TrainingRehearsal(Rehearsal):
         )
         if self.steps:
             return numbers, []
-        limits = (
-            f"the gradients differ from fp32 by at most {_GRADIENTS_OFF:.0%} and the loss by "
-            f"at most {_LOSS_OFF:.0%}"
-        )
+        bf16 = self.formats[0]
+        gradients = _allowed(_GRADIENTS_OFF, bf16.gradients_off)
+        loss = _allowed(_LOSS_OFF, bf16.loss_off)
         checks = (
-            f"A format passes if {limits}. A larger difference passes too if it is at most "
-            f"{_TIMES_BF16} times that of bf16."
+            f"A format passes if the gradients differ from fp32 by at most {gradients:.0%} and the "
+            f"loss by at most {loss:.0%}."
         )
         return numbers, [checks, "Learning was not tested. Use more steps to test learning."]
 
@@ -285,10 +288,10 @@ class InferenceRehearsal(Rehearsal):
             "layer's forward matmul. A higher SQNR means a smaller error. Leave layers with * in "
             "bf16."
         )
-        limit = f"at most {OUTPUT_OFF:.0%}, or at most {_TIMES_BF16} times the bf16 error"
+        output = _allowed(OUTPUT_OFF, self.formats[0].output_off)
         checks = (
-            f"The check: on these inputs, the output differs from fp32 by {limit} (Euclidean "
-            "norms)."
+            f"A format passes the check if the output differs from fp32 by at most {output:.0%} on "
+            "these inputs (Euclidean norms)."
         )
         return numbers, [checks]
 
