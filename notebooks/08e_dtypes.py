@@ -556,7 +556,7 @@ assert torch.tensor(1e5).bfloat16().half() == torch.inf  # why not to convert bf
 # - `expected scalar type Double but found Float`
 # - `mixed dtype (CPU): all inputs must share same datatype.`, raised by a norm on a CPU
 # - `expected target dtype to be Long or Byte, but got Float`, raised by `cross_entropy` on a CPU if the class
-#   targets are floats
+#   targets are floats (from torch 2.12 on)
 #
 # **A small example.** We pass arrays in float64, int64 and uint8 to layers and to a loss. Then we pass float targets
 # to `cross_entropy`, and a float64 input to a layer under autocast.

@@ -420,10 +420,9 @@ print(message_of(lambda: torch._scaled_grouped_mm(fp8(32, 100), fp8(64, 100).T, 
 # multiples of 8, and on an A100 multiples of 64.
 #
 # **The fix.** Pad the vocabulary to a multiple of 64. To train in FP8, also drop an incomplete last batch with
-# `drop_last=True`. In the collate function, pad the tokens to a multiple of 16
-# ([32](https://github.com/NVIDIA/TransformerEngine/blob/main/transformer_engine/pytorch/csrc/quantizer.cpp) for
-# MXFP8). Or keep the layer in bf16. <!--
-# tests/notebooks/test_08g_speed_and_memory.py --> If [vLLM](https://github.com/vllm-project/vllm/issues/42384) or
+# `drop_last=True`. In the collate function, pad the tokens to a multiple of 16 if a tensor or a row has one scale, or
+# to a multiple of [32](https://github.com/NVIDIA/TransformerEngine/blob/main/transformer_engine/pytorch/csrc/quantizer.cpp)
+# for MXFP8. Or keep the layer in bf16. <!-- tests/notebooks/test_08g_speed_and_memory.py --> If [vLLM](https://github.com/vllm-project/vllm/issues/42384) or
 # [SGLang](https://github.com/sgl-project/sglang/issues/3345) refuses the sizes of an FP8 checkpoint, try a smaller
 # tensor-parallel size.
 #

@@ -304,7 +304,7 @@ for n in counts[1:]:
 #
 # The *global batch* is the batch of all ranks together. **If you keep its size, you can keep the learning rate**: the
 # average of the ranks' gradients is the gradient of the global batch. The loss must be a mean over samples, and all
-# ranks must have equally many samples. Replace batch norm with
+# ranks must have equally many samples. On GPUs, replace batch norm with
 # [`nn.SyncBatchNorm`](https://docs.pytorch.org/docs/stable/generated/torch.nn.SyncBatchNorm.html), because plain batch
 # norm sees only the batch of its rank.
 # <!-- tests/notebooks/test_11_scale_out.py -->
