@@ -140,7 +140,7 @@ assert list(found.values()) == [low] + [torch.float32] * 4 + [low]
 
 # %% [markdown]
 # Autocast runs only the first matmul in low precision. Plain `prod` follows its policy and returns fp32. The other
-# four calls are not eligible:
+# four calls keep their dtypes:
 #
 # - **In-place ops and `out=`** write into an existing tensor, whose dtype cannot change.
 # - **Tensors on another device** are not cast. Pass the device type of your tensors, `x.device.type`, to
@@ -351,7 +351,7 @@ assert all(table[name][1] == predicted for name, predicted in here.items())
 #
 # | question | answer |
 # |---|---|
-# | Is the call eligible? | Calls in place or with `out=` or `dtype=` are not. Tensors that are float64, integer or on another device are not. |
+# | Is the call eligible? | Calls in place or with `out=` usually are not. Tensors that are float64, integer or on another device are not. |
 # | Is the op on the list? | `matmul` is listed, `add` is not. Each backend has its own list. |
 # | Which policy does the op have? | Lower precision, fp32, or promote. |
 #

@@ -228,8 +228,8 @@ for picture in pictures.values():
 #
 # 1. After a warm-up, `compare` measures in rounds. Every function has one turn in each round. Before and after each
 #    turn, `compare` waits until the device has finished.
-# 2. `compare` computes a speed-up from each round. It shows the median of these speed-ups, with its 95 % interval in
-#    brackets.
+# 2. `compare` computes a speed-up from each undisturbed round. It shows the median of these speed-ups, with its 95 %
+#    interval in brackets.
 # 3. If other programs disturb too many rounds, `compare` marks the result as *not reliable*.
 # <!-- tests/core/test_timing.py -->
 #

@@ -195,7 +195,7 @@ def train(precision, seed):
 
 # %% [markdown]
 # On a CPU, we compare FP32 with bf16. On a GPU, we compare FP32 with each precision in which `describe_device`
-# measured clearly faster matmuls. <!-- code -->
+# measured clearly faster matmuls, or with bf16 if there is none. <!-- code -->
 #
 # Before you run this: which will differ more in accuracy, two precisions or two seeds?
 
@@ -513,9 +513,9 @@ exercises.check_mended_loop(mended_loop)
 #
 # ### 4. What can you leave out of this checkpoint?
 #
-# A run in **bf16** uses Adam, a learning-rate schedule and a disabled scaler. Its network has *no* dropout. A
-# resumed run must end with the weights of an uninterrupted run, bit for bit. Which of these four can you leave out of
-# the checkpoint: `"optimizer"`, `"scheduler"`, `"scaler"`, `"random"`?
+# A run in **bf16** uses this notebook's `train_loader`, Adam, a learning-rate schedule and a disabled scaler. Its
+# network has *no* dropout. A resumed run must end with the weights of an uninterrupted run, bit for bit. Which of
+# these four can you leave out of the checkpoint: `"optimizer"`, `"scheduler"`, `"scaler"`, `"random"`?
 
 # %%
 superfluous = ...  # a set of names

@@ -441,8 +441,8 @@ exercises.check_head_mode(head_mode)
 #
 # ### 4. What AMP halves
 #
-# We train all layers, and the forward pass runs under autocast. Which of these take half as many bytes as
-# in FP32: `"images"`, `"activations"`, `"weights"`, `"gradients"` (of the weights), `"optimizer state"`?
+# We train all layers, and the forward pass runs under autocast on CUDA. Which of these take half as many bytes as in
+# FP32: `"images"`, `"activations"`, `"weights"`, `"gradients"` (of the weights), `"optimizer state"`?
 
 # %%
 halved = ...  # a set of names

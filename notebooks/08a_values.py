@@ -170,7 +170,8 @@ assert added[0].isnan().all()
 
 # %% [markdown]
 # **Why.** The mask constant, such as -1e9 in fp16, does not fit into the tensor's dtype, so `masked_fill` can raise an
-# error. In fp16, addition and `torch.where` give -inf instead. If every score in a row is -inf, the softmax gives NaN.
+# error. In eager mode, addition and `torch.where` in fp16 give -inf instead. If every score in a row is -inf, the
+# softmax gives NaN.
 # <!-- tests/notebooks/test_08a_values.py -->
 #
 # **The fix.** Use a constant that fits, such as `torch.finfo(scores.dtype).min` for a mask.
@@ -183,8 +184,8 @@ assert attention.tolist() == [[0.5, 0.5], [1.0, 0.0]]
 assert torch.where(mask, -1e9, scores).isinf().any()
 
 # %% [markdown]
-# **Not this.** Do not *add* the dtype's lowest number to the scores: in fp16 the sum is -inf again if the score is -16
-# or less.
+# **Not this.** Do not *add* the dtype's lowest number to the scores: in eager fp16, the sum is -inf again if the score
+# is -16 or less.
 
 # %%
 added = (-20 * scores + mask.half() * lowest).softmax(-1)
@@ -457,7 +458,7 @@ assert weight.grad.count_nonzero() == 0
 # **Why.** In fp16 the square of 256 is infinite, and a sum of many values can be infinite too. Dividing by infinity
 # gives 0 or NaN.
 #
-# Autocast leaves the multiplication `h * h` in fp16. In a Dice loss, 512 x 512 ones add up to 262,144.
+# In eager mode, autocast leaves the multiplication `h * h` in fp16. In a Dice loss, 512 x 512 ones add up to 262,144.
 #
 # **The fix.** Use PyTorch's function, such as `F.rms_norm`, or call `.float()` on the input of the formula, such as
 # the logits of a loss.

@@ -277,7 +277,7 @@ assert pointless[-1] < max(pointless)  # it skips steps, too
 # growing. Without `dtype=`, autocast by default uses fp16 on a CUDA GPU and bf16 on a CPU.
 #
 # **The fix.** Define the dtype in one place, and pass it to autocast. Enable the scaler only for fp16:
-# `GradScaler(enabled=(dtype is torch.float16))`.
+# `GradScaler(device.type, enabled=(dtype is torch.float16))`.
 
 # %%
 assert torch.get_autocast_dtype("cuda") is torch.float16

@@ -292,8 +292,8 @@ assert with_new > 10 * with_saved
 #
 # Wrong values: <!-- tests/notebooks/test_08d_loop_and_resume.py -->
 # - The model was saved with `.half()`. A running variance of 100,000 becomes infinite in fp16.
-# - The optimizer's state was saved in bf16. Adam's `step` is then rounded too: 301 becomes 300, and 300 + 1 is 300
-#   again.
+# - The optimizer's state was saved in bf16. Adam's `step` is then rounded too: 301 becomes 300. In bf16, 300 + 1 is
+#   300 again.
 # - The checkpoint contained NaN already, for example in [buffers of batch
 #   normalisation](08a_values.ipynb#Training-is-fine-but-evaluation-is-NaN).
 #
@@ -336,8 +336,8 @@ assert step == step + 1 == 300
 # words = "lerp_ exp_avg exp_avg_sq AdamW Muon momentum_buffer ema_pytorch"
 # -->
 #
-# **What you see.** `optimizer.step()`, or the update of a moving average of the weights (EMA), raises one of these
-# messages, possibly with other dtypes:
+# **What you see.** `optimizer.step()`, or the update of a moving average of the weights (EMA), raises an error such
+# as:
 # - ``expected dtype float for `end` but got dtype c10::BFloat16``
 # - ``expected dtype torch.float32 for `end`, but got dtype torch.bfloat16`` (under `torch.compile`)
 # - `params, grads, exp_avgs, and exp_avg_sqs must have same dtype, device, and layout` ([fused, on a

@@ -374,7 +374,7 @@ with without_bf16:
 # torchaudio spectrogram mel loss time series image size"""
 # -->
 #
-# **What you see.** The FFT raises one of these messages:
+# **What you see.** In fp16, the FFT raises one of these messages:
 # - `cuFFT only supports dimensions whose sizes are powers of two when computing in half precision`, on CUDA
 #   ([its source](https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/native/cuda/CuFFTPlanCache.h))
 # - `Unsupported dtype Half`, on a CPU with MKL
@@ -391,9 +391,10 @@ if torch.cuda.is_available():
 
 # %% [markdown]
 # **Why.** The FFT's input is a 16-bit tensor, for example the 16-bit output of a layer. On CUDA, autocast does not
-# cast the inputs of an FFT. In 16 bits, cuFFT (NVIDIA's FFT library) does not support some older GPUs. On other
-# GPUs, the size must be a power of two. PyTorch has no 16-bit FFT kernels for a CPU. <!--
-# tests/notebooks/test_08f_ops_and_devices.py, tests/tracing/test_kernel_limits.py -->
+# cast the inputs of an FFT. In 16 bits, cuFFT (NVIDIA's FFT library) does not support some older GPUs. On other GPUs,
+# the size must be a power of two, and bf16 needs [torch 2.14 or
+# later](https://github.com/pytorch/pytorch/pull/180890). PyTorch has no 16-bit FFT kernels for a CPU.
+# <!-- tests/notebooks/test_08f_ops_and_devices.py, tests/tracing/test_kernel_limits.py -->
 #
 # `torch.stft` uses the same FFT kernels. On CUDA, `torch.fft.rfft` in fp16 returns the dtype `ComplexHalf`. PyTorch
 # has no CUDA matmul for this dtype. <!-- tests/tracing/test_kernel_limits.py -->

@@ -462,8 +462,8 @@ torch.testing.assert_close(larger(x)[:, :5], head(x))
 # without 80GB 24GB"""
 # -->
 #
-# **What you see.** A step raises `torch.OutOfMemoryError: CUDA out of memory. Tried to allocate …`. On other
-# devices the message begins with `HIP`, `XPU` or [`MPS
+# **What you see.** A step raises `torch.OutOfMemoryError: CUDA out of memory. Tried to allocate …`. On other GPUs the
+# message begins with `HIP`, `XPU` or [`MPS
 # backend`](https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/mps/MPSAllocator.mm).
 #
 # **A small example.** `forecast_memory` counts the bytes of a step without running it. We

@@ -353,7 +353,7 @@ print(f"FSDP2: each of {most} ranks holds {fsdp_bytes:.0f} bytes for each parame
 assert fsdp_bytes == 16 / most
 
 # %% [markdown]
-# With DDP, every rank holds four fp32 numbers for each parameter: the weight, the gradient and AdamW's two averages.
+# With DDP, the weight, the gradient and AdamW's two averages of each parameter are four fp32 numbers on every rank.
 # With FSDP2, each of n ranks holds an n-th of these bytes between two steps.
 #
 # ## One decision about the loss scale

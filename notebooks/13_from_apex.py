@@ -184,7 +184,7 @@ assert runs["autocast"].losses != runs["O2"].losses
 # Today O3 is `model.half()` with fp16 inputs. Two problems follow:
 #
 # - Small weight updates are rounded away ([notebook 16](16_low_precision_state.ipynb)).
-# - Adam's `eps=1e-8` becomes zero, so Adam can divide by zero.
+# - By default, Adam's `eps=1e-8` becomes zero, so Adam can divide by zero.
 #
 # We check that 1e-8 becomes zero, and train at O3 for three steps:
 
@@ -197,7 +197,8 @@ assert losses[1] != losses[1]  # NaN
 # %% [markdown]
 # ### What it costs in memory
 #
-# The table shows the bytes that each parameter of a linear layer takes in training, without activations:
+# The table shows the bytes that each parameter of a linear layer takes in training, without activations and autocast's
+# copies:
 # <!-- tests/notebooks/test_13_from_apex.py -->
 #
 # | | weights | gradients | master weights | gradients of masters | Adam's state | total |

@@ -101,7 +101,8 @@ result
 #
 # ### The dtype of a pretrained model
 #
-# With the transformers library, choose the dtype when you load a model: `from_pretrained(…, dtype=…)`.
+# With the transformers library, choose the dtype when you load a model: `from_pretrained(…, dtype=…)`. On a GPU with
+# fast bf16:
 #
 # - **fp32 for full fine-tuning**, with autocast. bf16 weights [can lose small
 #   updates](16_low_precision_state.ipynb#Weights-in-bf16).
@@ -212,7 +213,7 @@ print(f"fp32 logits: {1024 * 8000 * 4 / 2**20:.1f} MiB, one chunk: {64 * 8000 * 
 # LoRA freezes a weight (the *base*) and trains two narrow matrices (the *adapter*). Their scaled product (the *update*)
 # is added to the weight. Use these dtypes:
 #
-# - **bf16 for the frozen base**;
+# - **bf16 for the frozen base**, if the GPU has fast bf16;
 # - **fp32 for the adapters**, because in bf16 small steps of the optimizer [can be
 #   lost](16_low_precision_state.ipynb#Weights-in-bf16). By default, peft creates fp32 adapters for a 16-bit base.
 #

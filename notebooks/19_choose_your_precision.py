@@ -122,7 +122,7 @@ print("T4, a model trained in bf16:", choose(turing, "infer", trained_in="bf16")
 #   GPUs. [Install PyTorch 2.14 for CUDA 12.6](../docs/hardware.md#install-another-build-of-torch).
 # - **V100, T4 and RTX 20.** Use fp16. These GPUs [emulate bf16](../docs/hardware.md#t4-v100-and-rtx-20), so bf16 can be
 #   slower than fp32.
-# - **MI210 and MI250.** Use bf16. In fp16, matmuls on these GPUs [round subnormals to
+# - **MI210 and MI250.** Use bf16. In fp16, matmuls of the forward pass on these GPUs [round subnormals to
 #   0](https://docs.pytorch.org/docs/stable/notes/numerical_accuracy.html).
 # - **Arc A.** Use bf16. `GradScaler` needs float64, which these GPUs [do not
 #   have](https://github.com/pytorch/pytorch/issues/147731).

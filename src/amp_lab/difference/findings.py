@@ -349,7 +349,7 @@ def _function_reason(
         run = "B" if record_a is None else "A"
         other = "A" if run == "B" else "B"
         return f"Only {run} has this op, and no op of {other} gives the same result in fp64."
-    start = "The results of the two ops differ even in fp64"
+    start = "The results of the two ops do not match in fp64"
     leaves_a = alignment.a.leaves
     leaves_b = alignment.b.leaves
     # Other weights are the most likely cause, then another op, then other arguments.
