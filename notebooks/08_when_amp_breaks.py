@@ -233,7 +233,7 @@ assert failure.code == "AMP0018"
 # | [Packed 4-bit weights are used as if they were not quantized, or without their `quant_state`](../docs/quantized.md#can-i-call-half-or-todtype-on-a-quantized-model) `AMP0312` | `` dequantize_4bit…shapes cannot be multiplied `` |
 # | [The weights are in fp32 with mixed precision](19_choose_your_precision.ipynb#What-other-frameworks-call-it) `AMP0294` | `` because mixed precision turned on in FSDP `` |
 # | [An op returns fp32 inside an autocast block](02_autocast_dtypes.ipynb#Four-things-that-can-happen-to-an-op) `AMP0295` | torch.exp, softmax or log returns float32 under autocast, but I expected half |
-# | [A batched backward pass (vmap of autograd.grad) finds two dtypes](../docs/compile_and_kernels.md#why-is-the-output-fp32-under-vmap-and-autocast) `AMP0301` | `` Expected scalar types of X and dY are same. `` |
+# | [A batched backward pass (vmap of autograd.grad) finds two dtypes](../docs/compile_and_kernels.md#expected-scalar-type-half-but-found-float-under-vmap) `AMP0301` | `` Expected scalar types of X and dY are same. `` |
 # | [`.float()` has no effect on a matmul inside an autocast block](02_autocast_dtypes.ipynb#Nest-and-disable-autocast) `AMP0302` | I call .float() before the matmul but the result is still float16 under autocast |
 # | [A quantized model refuses `.to()`, `.half()` or `.cuda()`](../docs/quantized.md#can-i-call-half-or-todtype-on-a-quantized-model) `AMP0318` | `` `.to` is not supported for `4-bit` or `8-bit` `` |
 # | [A TensorFlow op gets float16 and float32](12_keras.ipynb#Layers,-not-ops) `AMP0320` | `` cannot compute … as input #…(zero-based) was expected to be a half tensor but is `` |
