@@ -193,9 +193,11 @@ for name in POLICIES[:3]:
     assert (kind == "LossScaleOptimizer") == (name == "mixed_float16")
 
 # %% [markdown]
-# We compile two more models. Neither gets a loss scale. The first still has the policy `mixed_float16`, but we pass
-# `auto_scale_loss=False`. Before we create the second, we set the global policy to `float32`, so this is the policy of
-# the model. Its first layer has `mixed_float16`, but `compile` looks only at the model:
+# We compile two more models, both without a loss scale:
+#
+# - The first model has the policy `mixed_float16`. We pass `auto_scale_loss=False`.
+# - The second model has the policy `float32`, because we change the global policy before we create the model. Only its
+#   first layer has `mixed_float16`. `compile` looks at the policy of the model, so it adds no loss scale.
 
 # %%
 print("on purpose:", optimizer_of(new_head(), auto_scale_loss=False))
@@ -356,14 +358,15 @@ for kind, rate in ((keras.optimizers.SGD, 1.0), (keras.optimizers.Adam, 0.1)):
 
 # %% [markdown]
 # Without `scale_loss`, the weight moves 2¹⁵ times too little with SGD. With Adam, it moves nearly as far as it should,
-# because Adam divides the gradient by an average of its magnitude. With a much smaller gradient, Adam's `epsilon` is
-# larger than this average, and the weight hardly moves.
+# because Adam divides the gradient by an average of its magnitude. This fails for very small gradients: if Adam's
+# `epsilon` is larger than this average, the weight hardly moves.
 # <!-- tests/notebooks/test_12_keras.py -->
 #
 # ## The names of TensorFlow 2.x (optional)
 #
-# In code for Keras 2, replace [the names of TensorFlow
-# 2.x](https://www.tensorflow.org/versions/r2.5/api_docs/python/tf/keras/mixed_precision/LossScaleOptimizer):
+# The table shows [the names of TensorFlow
+# 2.x](https://www.tensorflow.org/versions/r2.5/api_docs/python/tf/keras/mixed_precision/LossScaleOptimizer), which you
+# find in code for Keras 2, and those of Keras 3:
 #
 # | TensorFlow 2.x | Keras 3 |
 # |---|---|
