@@ -358,8 +358,8 @@ for kind, rate in ((keras.optimizers.SGD, 1.0), (keras.optimizers.Adam, 0.1)):
 
 # %% [markdown]
 # Without `scale_loss`, the weight moves 2¹⁵ times too little with SGD. With Adam, it moves nearly as far as it should,
-# because Adam divides the gradient by an average of its magnitude. This fails for very small gradients: if Adam's
-# `epsilon` is larger than this average, the weight hardly moves.
+# because Adam divides the gradient by an average of its magnitude. But if the gradient is so small that Adam's
+# `epsilon` is much larger than this average, the weight hardly moves.
 # <!-- tests/notebooks/test_12_keras.py -->
 #
 # ## The names of TensorFlow 2.x (optional)

@@ -171,7 +171,7 @@ assert runs["O1"].scale == 2.0**13  # it began at 2**16: three steps were skippe
 # Before you run this: how close are the losses of O2 and autocast?
 
 # %%
-check_close(runs["autocast"], runs["O2"], tolerance=2**-9)  # 4 rounding errors of 2**-11
+check_close(runs["autocast"], runs["O2"], tolerance=2**-9)
 assert runs["autocast"].losses != runs["O2"].losses
 
 # %% [markdown]
@@ -184,7 +184,7 @@ assert runs["autocast"].losses != runs["O2"].losses
 # Today O3 is `model.half()` with fp16 inputs. Two problems follow:
 #
 # - Small weight updates are rounded away ([notebook 16](16_low_precision_state.ipynb)).
-# - By default, Adam's `eps=1e-8` becomes zero, so Adam can divide by zero.
+# - In fp16, Adam's usual `eps` of 1e-8 becomes zero, so Adam can divide by zero.
 #
 # We check that 1e-8 becomes zero, and train at O3 for three steps:
 
@@ -276,8 +276,8 @@ for old_name in (torch.cuda.amp.autocast, torch.cpu.amp.autocast, torch.cuda.amp
 # Two things can go wrong when you replace these names with names of `torch.amp`.
 #
 # **The default dtype.** `torch.cuda.amp.autocast` always defaults to fp16, and `torch.cpu.amp.autocast` to bf16.
-# Inside another autocast block for the same device type, `torch.autocast` defaults to the dtype of the outer block: <!--
-# tests/notebooks/test_13_from_apex.py -->
+# `torch.autocast` has the same defaults, but not inside another autocast block for the same device type. There it
+# defaults to the dtype of the outer block: <!-- tests/notebooks/test_13_from_apex.py -->
 
 # %%
 x = torch.ones(2, 2)
@@ -365,7 +365,7 @@ from course.apex_training import Run, today_step, train_and_save
 
 folder = tempfile.TemporaryDirectory()
 PATH = Path(folder.name) / "apex.pt"
-INTERVAL = 6
+INTERVAL = 6  # good steps until the scale grows
 whole = train_and_save("O1", batches, new_model(device), PATH, INTERVAL)
 
 # %% [markdown]
@@ -417,7 +417,7 @@ check_close(resume(), whole, SAME)
 # %%
 whole = train_and_save("O2", batches, new_model(device), PATH, INTERVAL)
 resumed = resume()
-check_close(resumed, whole, tolerance=2**-9)  # 4 rounding errors of 2**-11
+check_close(resumed, whole, tolerance=2**-9)
 assert resumed.losses != whole.losses
 folder.cleanup()
 

@@ -161,7 +161,7 @@ for name in ("bf16 autocast", "bf16 cast once"):
 # Below the dashed line, the second-best class cannot overtake the best class.
 #
 # Draw this figure for your model and a few hundred real inputs, and count the changed decisions. If no decision
-# changes, the precision is accurate enough for these inputs.
+# changes, the precision is accurate enough for the decisions on these inputs.
 #
 # ## Cast inputs, outputs and weights
 #
