@@ -248,8 +248,8 @@ assert model[0].weight.grad is not None
 
 # %% [markdown]
 # **Not this.** Do not call `loss.requires_grad_()` or [pass `requires_grad=True` to
-# `torch.tensor`](https://github.com/open-mmlab/mmsegmentation/issues/3230): then `backward()` runs, but the weights
-# still get no gradient.
+# `torch.tensor`](https://github.com/open-mmlab/mmsegmentation/issues/3230). With such a loss, `backward()` runs, but the
+# weights still get no gradient.
 
 # %%
 model, _ = make()
