@@ -353,8 +353,8 @@ print(f"FSDP2: each of {most} ranks holds {fsdp_bytes:.0f} bytes for each parame
 assert fsdp_bytes == 16 / most
 
 # %% [markdown]
-# With DDP, the weight, the gradient and AdamW's two averages of each parameter are four fp32 numbers on every rank.
-# With FSDP2, each of n ranks holds an n-th of these bytes between two steps.
+# Each parameter has a weight, a gradient and AdamW's two averages. With DDP, every rank holds all four in fp32. With
+# FSDP2, each of n ranks holds an n-th of these bytes between two steps.
 #
 # ## One decision about the loss scale
 #

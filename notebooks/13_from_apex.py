@@ -354,7 +354,7 @@ else:
 # - Parameter names begin with `module.` if the saved model was wrapped in `DistributedDataParallel`.
 # - At O2, the file contains the fp16 weights, [cast to
 #   fp32](https://github.com/NVIDIA/apex/blob/e13873debc4699d39c6861074b9a3b2a02327f92/apex/amp/_initialize.py). The
-#   more accurate master weights are missing.
+#   file does not contain the master weights, which are more accurate.
 #
 # Our reference run trains for eight steps, writes a checkpoint, and trains for eight more steps. A resumed run
 # should reproduce the last eight steps.
@@ -369,7 +369,7 @@ INTERVAL = 6  # good steps until the scale grows
 whole = train_and_save("O1", batches, new_model(device), PATH, INTERVAL)
 
 # %% [markdown]
-# We translate the scaler's state. Both scalers count the steps since the last change of the scale. Apex calls this
+# We translate the scaler's state. Each scaler counts the good steps since its scale last changed. Apex calls this
 # count `unskipped`, and `GradScaler` calls it `_growth_tracker`.
 
 

@@ -462,9 +462,8 @@ exercises.check_bytes(bytes_each)
 #
 # ### 4. Store squares without a zero
 #
-# Complete the function. The *step* of a row is a 256th of the largest value in the row. The function stores each
-# positive square as a multiple of the step of its row. Round to the nearest multiple. If the result is zero, use one
-# step.
+# Complete the function. The *step* of a row is a 256th of the largest value in the row. The function rounds each
+# positive square to the nearest multiple of this step. If the result is zero, use one step.
 
 
 # %%

@@ -218,8 +218,8 @@ assert not in_fp16.isfinite().all()
 #   fp32, cast their input to fp32, and cast their output back to fp16: `y = these_layers(x.float()).half()`. The
 #   output must fit into fp16.
 # - **Divide the weight and the bias of one linear layer by a factor, and multiply the weight of the next linear layer
-#   by the same factor**, as in [exercise 4](#4.-Make-it-fit). This works if only a ReLU is between the two layers.
-#   With a GELU, the outputs would change. The multiplied weight must still fit in fp16. <!--
+#   by the same factor**, as in [exercise 4](#4.-Make-it-fit). This works if there is nothing but a ReLU between the
+#   two layers. With a GELU, the outputs would change. The multiplied weight must still fit in fp16. <!--
 #   tests/notebooks/test_19_choose_your_precision.py -->
 #
 # ## What other frameworks call it
